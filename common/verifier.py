@@ -1,0 +1,219 @@
+"""The verifier: its config, tokenizer, special ids, and its embed, lm_head and norm tensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from common import manifest
+from common.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+TensorName = Literal["embed_tokens", "lm_head", "norm"]
+
+# Suffixes: multimodal verifiers nest the language model (Kimi-K2.5: `language_model.model.norm.weight`).
+_SUFFIXES: dict[TensorName, tuple[str, ...]] = {
+    "embed_tokens": ("model.embed_tokens.weight", "embed_tokens.weight"),
+    "lm_head": ("lm_head.weight",),
+    "norm": ("model.norm.weight",),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a verifier."""
+    group = parser.add_argument_group("Verifier")
+    group.add_argument("--verifier", help="folder or hub id; default: the one that the stage before recorded")
+    group.add_argument(
+        "--revision", help="hub revision (branch, tag or commit); default: the repository's main"
+    )
+    group.add_argument(
+        "--trust-remote-code",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="run Python code out of the verifier's repository (Kimi's tokenizer needs it)",
+    )
+    group.add_argument(
+        "--expect-token",
+        action="append",
+        default=[],
+        metavar="TEXT=ID",
+        help="stop unless the tokenizer gives this special token this id; repeatable",
+    )
+
+
+def from_args(args: argparse.Namespace, inherited: dict[str, Any] | None = None) -> Verifier:
+    """The verifier that the flags or the facts of the stage before name.
+
+    Raises:
+        InputError: neither names one, or its config cannot be read.
+    """
+    facts = inherited or {}
+    name = manifest.settle("verifier", flag=args.verifier, inherited=facts.get("verifier"), default=None)
+    if name is None:
+        raise InputError("no verifier is known yet: pass --verifier with a folder or a hub id")
+    revision = args.revision or (facts.get("revision") if name == facts.get("verifier") else None)
+    return Verifier(name, revision, args.trust_remote_code, tuple(args.expect_token))
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A model that vLLM serves, read part by part: never the whole of its weights.
+
+    Attributes:
+        name: folder or hub id.
+        revision: hub revision, None for the main branch.
+        trust_remote_code: whether code of the repository may run.
+        expected_tokens: `TEXT=ID` each; checked when the tokenizer is loaded.
+    """
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    expected_tokens: tuple[str, ...] = ()
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The language model's config (the nested `text_config` of a multimodal one).
+
+        Raises:
+            InputError: the folder or repository has no readable config.
+        """
+        from transformers import AutoConfig
+
+        try:
+            outer = AutoConfig.from_pretrained(
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise InputError(f"--verifier {self.name}: its config cannot be read: {error}") from error
+        return getattr(outer, "text_config", outer)
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the embedding (may exceed the tokenizer's size)."""
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """N; the id of the last layer's output before the final norm."""
+        return self.config.num_hidden_layers
+
+    @property
+    def default_layer_ids(self) -> list[int]:
+        """vLLM's own default for EAGLE-3: `[2, N//2, N-3]`, id L being the output after L layers."""
+        return [2, self.num_layers // 2, self.num_layers - 3]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, after its special ids were compared with `expected_tokens`.
+
+        Raises:
+            InputError: it cannot be loaded, or a token has another id than expected.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise InputError(f"--verifier {self.name}: its tokenizer cannot be loaded: {error}") from error
+        for expectation in self.expected_tokens:
+            text, _, wanted = expectation.rpartition("=")
+            found = tokenizer.convert_tokens_to_ids(text)
+            if str(found) != wanted:
+                raise InputError(
+                    f"{self.name}: the tokenizer gives {text!r} the id {found}, --expect-token says {wanted}. "
+                    "Shifted special ids train the drafter on tokens that the server never emits, without an "
+                    "error. Pass --trust-remote-code if the tokenizer needs it, or correct the expectation."
+                )
+        return tokenizer
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end an answer: the generation config's (else the config's) and the tokenizer's."""
+        from transformers import GenerationConfig
+
+        try:
+            ids = GenerationConfig.from_pretrained(self.name, revision=self.revision or "main").eos_token_id
+        except OSError:
+            ids = self.config.eos_token_id
+        found = set(ids if isinstance(ids, list) else [ids]) | {self.tokenizer.eos_token_id}
+        return sorted(found - {None})
+
+    def facts(self) -> dict[str, Any]:
+        """What later stages must agree on, for the manifest."""
+        tokenizer = self.tokenizer
+        return {
+            "verifier": self.name,
+            "revision": self.revision,
+            "tokenizer": manifest.fingerprint_of(sorted(tokenizer.get_vocab().items())),
+            "chat_template": manifest.fingerprint_of(tokenizer.chat_template),
+        }
+
+    def tensor(self, name: TensorName) -> torch.Tensor:
+        """One tensor in its stored dtype, out of the one shard that holds it.
+
+        Args:
+            name: `embed_tokens` [V, H], `lm_head` [V, H] (the embedding where tied) or `norm` [H].
+
+        Raises:
+            InputError: no shard has it, or its shape does not fit the config.
+        """
+        from safetensors import safe_open
+
+        found = self._find(name)
+        if found is None and name == "lm_head":
+            return self.tensor("embed_tokens")
+        if found is None:
+            raise InputError(f"{self.name}: no tensor ends in {' or '.join(_SUFFIXES[name])}")
+        key, file = found
+        with safe_open(self._file(file), framework="pt") as shard:
+            tensor = shard.get_tensor(key)
+        wanted = (self.hidden_size,) if name == "norm" else (self.vocab_size, self.hidden_size)
+        if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
+            raise InputError(
+                f"{self.name}: {key} is {list(tensor.shape)} {tensor.dtype}, "
+                f"expected {list(wanted)} in floating point"
+            )
+        return tensor
+
+    def _find(self, name: TensorName) -> tuple[str, str] | None:
+        for suffix in _SUFFIXES[name]:
+            keys = [key for key in self._weight_map if key == suffix or key.endswith("." + suffix)]
+            if keys:
+                key = min(keys, key=len)
+                return key, self._weight_map[key]
+        return None
+
+    @cached_property
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor name -> shard file, from the index or from the single file."""
+        from safetensors import safe_open
+
+        index = self._file("model.safetensors.index.json", optional=True)
+        if index is not None:
+            return json.loads(index.read_text())["weight_map"]
+        single = self._file("model.safetensors")
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+
+    def _file(self, name: str, optional: bool = False) -> Path | None:
+        from transformers.utils import cached_file
+
+        found = cached_file(
+            self.name, name, revision=self.revision, _raise_exceptions_for_missing_entries=not optional
+        )
+        return Path(found) if found else None
