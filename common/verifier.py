@@ -135,7 +135,7 @@ class Verifier:
             found = tokenizer.convert_tokens_to_ids(text)
             if str(found) != wanted:
                 raise InputError(
-                    f"{self.name}: the tokenizer gives {text!r} the id {found}, --expect-token says {wanted}. "
+                    f"{self.name}: the tokenizer gives {text!r} the id {found}, --expect-token {wanted}. "
                     "Shifted special ids train the drafter on tokens that the server never emits, without an "
                     "error. Pass --trust-remote-code if the tokenizer needs it, or correct the expectation."
                 )
