@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from functools import partial
+from typing import cast
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -48,7 +49,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         if lock is None and self.use_lock:
             lock = os.open(pending.filename + ".lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        copied = _Done()
+        copied = cast("torch.cuda.Event", _Done())
         future = self._executor.submit(self._write_tensors, tensors, copied, pending.filename, lock)
         self._req_copy_events[pending.req_id] = copied
         self._req_futures[pending.req_id] = future

@@ -1,4 +1,4 @@
-"""A vLLM server for one stage: started and stopped by it (`--serve`) or already running (`--endpoint URL`)."""
+"""A vLLM server for one stage: started and stopped by it (`--serve`) or running already (`--endpoint`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -235,11 +235,9 @@ def _wait_until_healthy(
     while time.monotonic() - begun < timeout_s:
         if process.poll() is not None:
             raise _died(process, log_file, start)
-        try:
+        with suppress(httpx.HTTPError):
             if httpx.get(f"{root_url(url)}/health", timeout=_PROBE_TIMEOUT_S).status_code == 200:
                 return time.monotonic() - begun
-        except httpx.HTTPError:
-            pass
         time.sleep(0.25)
     raise StageError(
         f"vLLM was not ready after {timeout_s:.0f} s. Raise --server-timeout if it is still loading weights. "
@@ -275,10 +273,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _die_with_parent():  # type: ignore[no-untyped-def]
