@@ -1,0 +1,129 @@
+"""`dataset/`: training rows on disk, as speculators 0.9.0 reads them (`save_to_disk`, torch format)."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from common.errors import InputError, StageError
+
+if TYPE_CHECKING:
+    import datasets
+
+_LAST = "state.json"
+
+
+class TrainingRow(TypedDict):
+    """One answer with the prompt that the model saw.
+
+    Attributes:
+        input_ids: [T] token ids of prompt and answer.
+        loss_mask: [T] of 0 and 1; 1 where the model generated the token.
+        seq_len: T.
+        id: the prompt's id, `#`, and the turn.
+        source: where the prompt comes from.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    seq_len: int
+    id: str
+    source: str
+
+
+def write(folder: Path, rows: Iterable[TrainingRow]) -> int:
+    """Stream rows into a data set in `folder`, in constant memory; whole or absent.
+
+    The files are built in a subfolder and moved; `state.json`, without which nothing loads, comes last.
+    Other files in `folder` (its lock, its manifest) are left alone.
+
+    Args:
+        folder: usually `RUN/dataset`.
+        rows: any iterable, read once.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        StageError: there was no row at all, or a row contradicts itself.
+    """
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    # int32 and uint8 take 5 bytes a token where int64 takes 16; the torch format reads both as int64.
+    features = datasets.Features(
+        {
+            "input_ids": datasets.List(datasets.Value("int32")),
+            "loss_mask": datasets.List(datasets.Value("uint8")),
+            "seq_len": datasets.Value("int32"),
+            "id": datasets.Value("string"),
+            "source": datasets.Value("string"),
+        }
+    )
+    building = folder / ".building"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    try:
+        count = 0
+        with ArrowWriter(path=str(building / "rows.arrow"), features=features) as writer:
+            for row in rows:
+                _check(row)
+                writer.write(dict(row))
+                count += 1
+            writer.finalize()
+        if not count:
+            raise StageError(f"{folder}: not one training row was made, so there is nothing to train on")
+        whole = datasets.Dataset.from_file(str(building / "rows.arrow")).with_format("torch")
+        whole.save_to_disk(building / "saved")
+        _move(building / "saved", folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return count
+
+
+def load(folder: Path) -> datasets.Dataset:
+    """Load a data set in torch format: `input_ids` and `loss_mask` come as [T] int64 tensors.
+
+    Raises:
+        InputError: the folder is absent, damaged, or lacks a column.
+    """
+    import datasets
+
+    if not (folder / _LAST).exists():
+        state = "is not finished or no data set" if folder.exists() else "does not exist"
+        raise InputError(
+            f"{folder} {state} ({_LAST} is absent). Run `01_prepare_data.py --answers keep` or "
+            "`01b_generate_synthetic.py` first."
+        )
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{folder} is damaged and cannot be loaded: {error}. Make it again with --overwrite."
+        ) from error
+    absent = {"input_ids", "loss_mask"} - set(rows.column_names)
+    if absent:
+        raise InputError(f"{folder} has no column {', '.join(sorted(absent))}; found {rows.column_names}")
+    return rows.with_format("torch")
+
+
+def _check(row: TrainingRow) -> None:
+    length = len(row["input_ids"])
+    if not length == len(row["loss_mask"]) == row["seq_len"]:
+        raise StageError(
+            f"row {row['id']}: {length} input_ids, {len(row['loss_mask'])} loss_mask, "
+            f"seq_len {row['seq_len']}; they must be equal, or the loss would fall on the wrong tokens without an error"
+        )
+
+
+def _move(built: Path, folder: Path) -> None:
+    (folder / _LAST).unlink(missing_ok=True)
+    for old in folder.glob("data-*.arrow"):
+        old.unlink()
+    for file in sorted(built.iterdir(), key=lambda path: path.name == _LAST):
+        file.rename(folder / file.name)
