@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from common.errors import InputError
+
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -26,3 +36,205 @@ class Acceptance:
     def length(self) -> float:
         """Tokens that a verification step yields: `1 + sum_k P(tokens 0..k accepted)`, tau in EAGLE-3."""
         return 1.0 + sum(self.by_position)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Served: what vLLM counts
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a vLLM server has counted since it started, out of its `/metrics`, summed over its engines.
+
+    Attributes:
+        drafts: drafts proposed and verified.
+        accepted: accepted[k] = drafts whose tokens 0..k were all accepted; empty where nothing is drafted.
+        output_tokens: tokens generated.
+        prefix_caching: whether some engine may answer a prompt out of its cache.
+    """
+
+    drafts: int
+    accepted: tuple[int, ...]
+    output_tokens: int
+    prefix_caching: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Counters:
+        """Read the Prometheus text of one server.
+
+        Raises:
+            InputError: it is not vLLM's.
+        """
+        from prometheus_client.parser import text_string_to_metric_families
+
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+        def total(name: str, **labels: str) -> int:
+            return int(
+                sum(
+                    s.value
+                    for s in samples
+                    if s.name == f"vllm:{name}" and labels.items() <= s.labels.items()
+                )
+            )
+
+        if not any(sample.name == "vllm:generation_tokens_total" for sample in samples):
+            raise InputError(
+                "/metrics has no vllm:generation_tokens_total: the server is not vLLM, or was started with "
+                "--disable-log-stats, and acceptance cannot be read from it. Start it without that flag."
+            )
+        per_position = "spec_decode_num_accepted_tokens_per_pos_total"
+        positions = {int(s.labels["position"]) for s in samples if s.name == f"vllm:{per_position}"}
+        return cls(
+            drafts=total("spec_decode_num_drafts_total"),
+            accepted=tuple(total(per_position, position=str(k)) for k in sorted(positions)),
+            output_tokens=total("generation_tokens_total"),
+            prefix_caching=total("cache_config_info", enable_prefix_caching="True") > 0,
+        )
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K that the server drafts with; 0 when it does not speculate."""
+        return len(self.accepted)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """The drafts and what was accepted of them."""
+        return Acceptance(self.drafts, self.accepted)
+
+    def __add__(self, other: Counters) -> Counters:
+        """Two servers together."""
+        return self._combine(other, 1)
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        """What happened between two readings of the same servers."""
+        return self._combine(earlier, -1)
+
+    def _combine(self, other: Counters, sign: int) -> Counters:
+        return Counters(
+            self.drafts + sign * other.drafts,
+            tuple(a + sign * b for a, b in zip(self.accepted, other.accepted, strict=True)),
+            self.output_tokens + sign * other.output_tokens,
+            self.prefix_caching or other.prefix_caching,
+        )
+
+
+def of_steps(accepted_by_step: Sequence[int], num_speculative_tokens: int) -> Acceptance:
+    """Acceptance of one answer from vLLM's `per_step_accepted`.
+
+    Args:
+        accepted_by_step: draft tokens that were accepted in each verification step.
+        num_speculative_tokens: K.
+    """
+    accepted = (
+        sum(count > position for count in accepted_by_step) for position in range(num_speculative_tokens)
+    )
+    return Acceptance(len(accepted_by_step), tuple(accepted))
+
+
+def split_steps(accepted_by_step: Sequence[int], tokens: int) -> tuple[list[int], list[int]]:
+    """Part the verification steps of one answer at a token, e.g. at the end of the thinking.
+
+    The prefill yields token 0; step i then yields `accepted_by_step[i] + 1` tokens and belongs where the
+    first of them lies.
+
+    Args:
+        accepted_by_step: draft tokens that were accepted in each verification step.
+        tokens: length of the first part.
+
+    Returns:
+        The steps of the first `tokens` tokens, and the rest.
+    """
+    position = 1
+    for step, count in enumerate(accepted_by_step):
+        if position >= tokens:
+            return list(accepted_by_step[:step]), list(accepted_by_step[step:])
+        position += count + 1
+    return list(accepted_by_step), []
+
+
+def total(parts: Iterable[Acceptance]) -> Acceptance:
+    """All drafts of several prompts together (they must share K)."""
+    parts = list(parts)
+    accepted = zip(*(part.accepted for part in parts), strict=True)
+    return Acceptance(sum(part.drafts for part in parts), tuple(sum(column) for column in accepted))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# How sure a number is: percentile bootstrap over prompts
+#
+# Drafts of one answer resemble each other, so drafts are no independent draws; prompts are. Each resample
+# draws as many prompts as there are, with replacement, and divides summed counts by summed drafts.
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """95 % intervals of an acceptance length and of its shares by position."""
+
+    length: Interval
+    by_position: list[Interval]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Acceptance length of b minus that of a on the same prompts, with its 95 % interval."""
+
+    value: float
+    interval: Interval
+
+    @property
+    def sign(self) -> int:
+        """1 when b is longer, -1 when a is, 0 when the interval holds 0."""
+        low, high = self.interval
+        return (low > 0) - (high < 0)
+
+
+def intervals(prompts: Sequence[Acceptance], *, seed: int = 0) -> Intervals | None:
+    """95 % bootstrap intervals over prompts; None for fewer than two prompts."""
+    if len(prompts) < 2:
+        return None
+    shares = _shares(_counts(prompts), _draws(len(prompts), seed))
+    low, high = _percentiles(shares)
+    length_low, length_high = _percentiles(1 + shares.sum(axis=1))
+    return Intervals(
+        (float(length_low), float(length_high)),
+        [(float(lower), float(upper)) for lower, upper in zip(low, high, strict=True)],
+    )
+
+
+def difference(a: Sequence[Acceptance], b: Sequence[Acceptance], *, seed: int = 0) -> Difference | None:
+    """Compare two drafters on the same prompts, resampled together; None for fewer than two prompts.
+
+    Args:
+        a: one entry a prompt.
+        b: the same prompts in the same order.
+        seed: of the resampling.
+    """
+    if len(a) < 2:
+        return None
+    draws = _draws(len(a), seed)
+    gain = _shares(_counts(b), draws).sum(axis=1) - _shares(_counts(a), draws).sum(axis=1)
+    low, high = _percentiles(gain)
+    return Difference(total(b).length - total(a).length, (float(low), float(high)))
+
+
+def _counts(prompts: Sequence[Acceptance]) -> np.ndarray:
+    """[P, 1 + K]: drafts, then accepted by position."""
+    return np.array([[prompt.drafts, *prompt.accepted] for prompt in prompts], dtype=np.float64)
+
+
+def _draws(prompts: int, seed: int) -> np.ndarray:
+    """[resamples, P]: how often each prompt is drawn."""
+    return np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=_RESAMPLES)
+
+
+def _shares(counts: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """[resamples, K]: share of drafts accepted up to each position."""
+    sums = draws @ counts
+    # A resample may consist of answers of one token, which have no draft.
+    return sums[:, 1:] / np.maximum(sums[:, :1], 1)
+
+
+def _percentiles(values: np.ndarray) -> np.ndarray:
+    tail = 100 * (1 - _CONFIDENCE) / 2
+    return np.percentile(values, [tail, 100 - tail], axis=0)
