@@ -43,9 +43,12 @@ class Dropped(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
+        super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ def prompt_key(conversation: Conversation) -> bytes:
 
 
 def first_prompt_key(conversation: Conversation) -> bytes:
-    """16 bytes of the first user message: what the held-out split goes by, so that no opening is on both sides."""
+    """16 bytes of the first user message alone: the held-out split keeps one opening on one side."""
     first = next(m for m in conversation.messages if m.role == "user")
     return _digest(_folded(first.content).encode())
 

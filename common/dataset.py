@@ -117,7 +117,7 @@ def _check(row: TrainingRow) -> None:
     if not length == len(row["loss_mask"]) == row["seq_len"]:
         raise StageError(
             f"row {row['id']}: {length} input_ids, {len(row['loss_mask'])} loss_mask, "
-            f"seq_len {row['seq_len']}; they must be equal, or the loss would fall on the wrong tokens without an error"
+            f"seq_len {row['seq_len']}; they must be equal, or the loss would fall on wrong tokens unnoticed"
         )
 
 
