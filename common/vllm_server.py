@@ -29,7 +29,9 @@ _CPU_KV_CACHE_GIB = "2"
 _PROBE_TIMEOUT_S = 10
 _STOP_TIMEOUT_S = 30
 _PR_SET_PDEATHSIG = 1
-_TAIL_LINES = 15
+_TAIL_LINES = 12
+# An exception's last line, behind vLLM's `(EngineCore pid=1) ERROR 11-30 14:15:32 [core.py:402] ` or not.
+_ERROR_LINE = re.compile(r"(?:^|\] |\) )(?:[\w.]+(?:Error|Exception): |[\w.]+: error: )")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -254,7 +256,7 @@ def _last_words(log_file: Path, start: int) -> str:
     with log_file.open("rb") as file:
         file.seek(start)
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    cause = next((line for line in lines if re.search(r"\b\w*Error: |: error: ", line)), None)
+    cause = next((line for line in lines if _ERROR_LINE.search(line)), None)
     tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
     return f"{f'First error: {cause.strip()}. ' if cause else ''}The end of {log_file}:\n{tail}"
 
@@ -292,7 +294,8 @@ def _sigterm_as_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    earlier = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # default_int_handler itself, not SIGINT: a shell's background job has SIGINT ignored.
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
