@@ -9,6 +9,7 @@ prompt that the model would have seen; an answer whose mask cannot be proven is 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ from common.verifier import Verifier
 _DEFAULT: dict[str, bool] = {}
 _ON = {"thinking": True, "enable_thinking": True}
 _OFF = {"thinking": False, "enable_thinking": False}
-_STAND_IN = "ANSWER7f3a9c1e"
+# Rendered in place of an answer's texts, they show what of a turn is the template's own.
+_ANSWER, _THOUGHT = "ANSWER7f3a9c1e", "THOUGHT7f3a9c1e"
 
 
 def render(verifier: Verifier, conversation: Conversation) -> list[TrainingRow]:
@@ -70,7 +72,7 @@ def history_is_rewritten(rows: Sequence[TrainingRow]) -> bool:
     Args:
         rows: the answers of one conversation, in order.
     """
-    pairs = zip(rows, rows[1:], strict=False)
+    pairs = itertools.pairwise(rows)
     return any(later["input_ids"][: row["seq_len"]] != row["input_ids"] for row, later in pairs)
 
 
@@ -79,7 +81,7 @@ def history_is_rewritten(rows: Sequence[TrainingRow]) -> bool:
 
 
 def _texts(verifier: Verifier, conversation: Conversation, position: int) -> tuple[str, str]:
-    """The prompt that the model would have seen and the text that it would have written, end token included."""
+    """The prompt that the model would have seen, and what it would have written (and the template's rest)."""
     message = conversation.messages[position]
     history = conversation.messages[:position]
     if not history or history[-1].role not in ("user", "tool"):
@@ -104,10 +106,11 @@ def _texts_in_mode(
     history = conversation.messages[:position]
     show = functools.partial(_rendered, verifier, conversation.tools, mode=mode)
     prompt = show(history, add_generation_prompt=True)
-    whole = show((*history, message))
-    stand_in = Message("assistant", _STAND_IN, message.reasoning, message.tool_calls)
-    head, found, tail = _after(prompt, show((*history, stand_in))).partition(_STAND_IN)
-    answer = _after(prompt, whole)
+    answer = _after(prompt, show((*history, message)))
+    stand_in = Message("assistant", _ANSWER, _THOUGHT if message.reasoning else None, message.tool_calls)
+    head, found, tail = _after(prompt, show((*history, stand_in))).partition(_ANSWER)
+    shows_thought = _THOUGHT in head
+    head = _filled(head, message, answer)
     if not found or not answer.startswith(head) or not answer.endswith(tail):
         raise Dropped("answer_not_in_template", "the template does not show the answer's text")
     shown = answer[len(head) : len(answer) - len(tail)]
@@ -115,13 +118,21 @@ def _texts_in_mode(
         raise Dropped("answer_not_in_template", "the template alters the answer's text")
     if not all(call["function"]["name"] in tail for call in message.tool_calls or ()):
         raise Dropped("tool_call_not_in_template", "the template does not show the answer's tool calls")
-    if message.reasoning is None:
-        if head.strip():
-            raise Dropped("answer_not_alone", f"the template puts {head!r} before it, which is nobody's")
-        return prompt, answer
-    if message.reasoning.strip() in head:
-        return prompt, answer
-    return prompt, message.reasoning + _closing(verifier, conversation, position, prompt, head) + shown + tail
+    if message.reasoning is not None and not shows_thought:
+        closing = _closing(verifier, conversation, position, prompt, head)
+        return prompt, message.reasoning + closing + shown + tail
+    if message.reasoning is None and head.strip():
+        raise Dropped(
+            "answer_not_alone", f"the template puts {head!r} before it, which the model did not say"
+        )
+    return prompt, answer
+
+
+def _filled(head: str, message: Message, answer: str) -> str:
+    """`head` with the reasoning in its place, stripped where the template strips it."""
+    thought = message.reasoning or ""
+    exact = head.replace(_THOUGHT, thought)
+    return exact if answer.startswith(exact) else head.replace(_THOUGHT, thought.strip())
 
 
 def _closing(verifier: Verifier, conversation: Conversation, position: int, prompt: str, head: str) -> str:
