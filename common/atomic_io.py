@@ -24,12 +24,18 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         path: the final file; its folder is made.
         mode: `w` or `wb`.
     """
+    with staged(path) as temporary, temporary.open(mode) as file:
+        yield file
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Like `replacing`, for libraries that want a path: yields the temporary neighbour's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open(mode) as file:
-            yield file
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.rename(path)
     except BaseException:
