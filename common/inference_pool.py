@@ -12,7 +12,7 @@ import contextlib
 import email.utils
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -128,6 +128,8 @@ class InferencePool:
         self._endpoints: list[_Endpoint] = []
         self._changed = asyncio.Condition()
         self._outage: StageError | None = None
+        self._workers: set[asyncio.Task[None]] = set()
+        self._handlers: dict[signal.Signals, Any] = {}
         self._stopping = False
 
     async def __aenter__(self) -> InferencePool:
@@ -149,21 +151,28 @@ class InferencePool:
             )
         self._task = asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.getsignal(number)
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in self._handlers.items():
             asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, handler)
         await self._close()
         if self._stopping and kind is asyncio.CancelledError:
             raise KeyboardInterrupt
 
     async def models(self) -> list[dict[str, Any]]:
         """The entries of `/models`: each has an `id`, in vLLM also a `max_model_len`."""
-        async with self._slot() as endpoint:
-            found = await endpoint.client.get("/models", cast_to=object)
-        return found["data"] if isinstance(found, dict) else []
+        from openai import APIError
+
+        try:
+            async with self._slot() as endpoint:
+                found = await endpoint.client.get("/models", cast_to=object)
+        except (APIError, ValueError) as error:
+            raise StageError(f"{endpoint.url}/models cannot be read: {_detail(error)}") from error
+        return found.get("data", []) if isinstance(found, dict) else []
 
     async def chat(self, **body: Any) -> dict[str, Any]:
         """POST `/chat/completions`.
@@ -207,6 +216,8 @@ class InferencePool:
         count = self._concurrency * len(self._urls)
         results: asyncio.Queue[tuple[T, R | RequestFailed] | Exception | None] = asyncio.Queue(count)
         workers = [asyncio.create_task(self._worker(source, work, results)) for _ in range(count)]
+        # A consumer that breaks out of its loop leaves this generator suspended; `_close` then ends them.
+        self._workers.update(workers)
         try:
             while count:
                 result = await results.get()
@@ -217,9 +228,8 @@ class InferencePool:
                 else:
                     yield result
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await _cancel(workers)
+            self._workers.difference_update(workers)
         if self._stopping:
             raise KeyboardInterrupt
 
@@ -334,8 +344,8 @@ class InferencePool:
             if len(silent) == len(self._endpoints) and min(silent) > self._outage_s:
                 self._outage = StageError(
                     f"no server has answered for {log.human_seconds(min(silent))} at "
-                    f"{', '.join(self._urls)} ({_detail(error)}). What arrived is stored; start the server and run "
-                    "this again to resume."
+                    f"{', '.join(self._urls)} ({_detail(error)}). What arrived is stored; "
+                    "start the server and run this again to resume."
                 )
                 break
             await asyncio.sleep(min(wait := wait * 1.5, 10.0))
@@ -364,10 +374,14 @@ class InferencePool:
 
     async def _close(self) -> None:
         probes = [endpoint.probe for endpoint in self._endpoints if endpoint.probe is not None]
-        for probe in probes:
-            probe.cancel()
-        await asyncio.gather(*probes, return_exceptions=True)
+        await _cancel([*self._workers, *probes])
         await asyncio.gather(*(endpoint.client.close() for endpoint in self._endpoints))
+
+
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _knock(endpoint: _Endpoint) -> Exception | None:
