@@ -19,7 +19,7 @@ from common.dataset import TrainingRow
 from common.verifier import Verifier
 
 # The two names of one switch: Kimi's and DeepSeek's, and Qwen's. A template ignores what it does not know.
-_DEFAULT: dict[str, bool] = {}
+_DEFAULT: dict[str, Any] = {}
 _ON = {"thinking": True, "enable_thinking": True}
 _OFF = {"thinking": False, "enable_thinking": False}
 # Rendered in place of an answer's texts, they show what of a turn is the template's own.
@@ -100,7 +100,7 @@ def _texts(verifier: Verifier, conversation: Conversation, position: int) -> tup
 
 
 def _texts_in_mode(
-    verifier: Verifier, conversation: Conversation, position: int, mode: dict[str, bool]
+    verifier: Verifier, conversation: Conversation, position: int, mode: dict[str, Any]
 ) -> tuple[str, str]:
     message = conversation.messages[position]
     history = conversation.messages[:position]
@@ -157,10 +157,10 @@ def _after(prompt: str, text: str) -> str:
 
 def _rendered(
     verifier: Verifier,
-    tools: list[dict[str, Any]] | None,
+    tools: list[Any] | None,
     messages: Sequence[Message],
     *,
-    mode: dict[str, bool],
+    mode: dict[str, Any],
     add_generation_prompt: bool = False,
 ) -> str:
     from jinja2 import TemplateError
@@ -216,7 +216,7 @@ def _until_end(verifier: Verifier, answer_ids: list[int]) -> list[int]:
     ends = ends or [i for i, token in enumerate(answer_ids) if token in specials][-1:]
     if not ends:
         raise Dropped("no_end_token", "the template ends the answer without a special token")
-    if verifier.tokenizer.decode(answer_ids[ends[0] + 1 :]).strip():
+    if str(verifier.tokenizer.decode(answer_ids[ends[0] + 1 :])).strip():
         raise Dropped("stop_token_inside_answer", "the answer's text holds a token that ends a turn")
     return answer_ids[: ends[0] + 1]
 
