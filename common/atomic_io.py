@@ -15,6 +15,8 @@ from filelock import FileLock, Timeout
 
 from common.errors import InputError, StageError
 
+LOCK_FILES = (".lock", ".lock-holder")
+
 
 @contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
@@ -144,9 +146,9 @@ def locked(folder: Path) -> Iterator[None]:
         StageError: another process holds it; the message says which.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    holder = folder / ".lock-holder"
+    lock, holder = (folder / name for name in LOCK_FILES)
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        with FileLock(lock, timeout=0):
             holder.write_text(f"process {os.getpid()} on {socket.gethostname()}: {' '.join(sys.argv)}")
             try:
                 yield

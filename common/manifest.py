@@ -111,7 +111,7 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
         InputError: what is there was made with other settings, or from other inputs.
     """
     if overwrite and folder.exists():
-        shutil.rmtree(folder)
+        _clear(folder)
     done = folder / NAME
     earlier_path = done if done.exists() else folder / _STARTED
     if earlier_path.exists():
@@ -130,6 +130,22 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
     folder.mkdir(parents=True, exist_ok=True)
     atomic_io.write_json(folder / _STARTED, {"config": manifest.config, "inputs": manifest.inputs})
     return True
+
+
+def reopen(folder: Path) -> None:
+    """Turn a finished folder back into a begun one, for a stage that can add to what is there."""
+    (folder / NAME).rename(folder / _STARTED)
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the lock, which the caller holds: another process could take a new file of that name."""
+    for path in folder.iterdir():
+        if path.name in atomic_io.LOCK_FILES:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _refuse_other_config(folder: Path, earlier: dict[str, Any], manifest: Manifest) -> None:
