@@ -1,0 +1,420 @@
+"""What an evaluation measured, and what follows from it: measured runs become `results.json`.
+
+`results.json` (schema 1; keys are only ever added):
+
+* `verifier`: the facts of the verifier's manifest. `settings`: what all runs share.
+* `start`: the drafter that the others are judged against (the first one named), null without drafters.
+* `runs`: one entry for each drafter (null: the verifier alone, always first), prompt file, K and concurrency:
+    * `drafter`, `drafter_path`, `drafter_fingerprint`, `prompts`, `in_domain` (null: unknown),
+      `num_speculative_tokens` (0 for the verifier), `concurrency` (streams an endpoint).
+    * `acceptance_length`, `acceptance_by_position`, `drafts`: from vLLM's counters.
+    * `acceptance_length_interval`, `acceptance_by_position_intervals`: 95 %, bootstrap over prompts; null
+      where the server does not tell acceptance by request.
+    * `prompts_answered`, `prompts_refused`, `output_tokens`, `seconds` (wall), `output_tokens_per_s`.
+    * `speed_up`: output tokens/s over the verifier's alone, same prompts, same concurrency; null where that
+      was not measured.
+    * `same_output`: answers compared token by token with the verifier alone (the verifier itself: with its
+      lowest concurrency): `{reference_concurrency, compared, equal, share, first_difference}`, the last
+      being null or `{id, turn, token, expected, found}`.
+    * `by_source`, `by_part` (thinking and answer): name -> `{prompts, drafts, acceptance_length,
+      acceptance_length_interval, acceptance_by_position}`.
+* `comparisons`: each pair of drafters on the same prompts, for a whole file (`source` null) and for each
+  source: `{a, b, prompts, source, num_speculative_tokens, concurrency, compared, difference, interval,
+  longer}`; `difference` is b's acceptance length minus a's, `longer` is null where the interval holds 0.
+* `recommendation`: `{drafter, num_speculative_tokens, speed_up, text: [paragraphs]}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations, takewhile
+from pathlib import Path
+from typing import Any
+
+from common import acceptance
+from common.acceptance import Acceptance, Intervals
+
+SCHEMA = 1
+Key = tuple[str | None, int, str, int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt's answers, a turn each.
+
+    Attributes:
+        id: the prompt's.
+        source: the prompt's.
+        token_ids: generated ids of each turn.
+        accepted_by_step: draft tokens accepted in each verification step of each turn; None where unknown.
+        thinking: leading tokens of each turn that are thinking, its end marker included.
+    """
+
+    id: str
+    source: str
+    token_ids: list[list[int]]
+    accepted_by_step: list[list[int]] | None = None
+    thinking: list[int] = field(default_factory=list)
+
+    def acceptance(self, k: int) -> Acceptance:
+        """All turns together."""
+        return acceptance.of_steps([count for turn in self.accepted_by_step or [] for count in turn], k)
+
+    def parts(self, k: int) -> dict[str, Acceptance]:
+        """Thinking and answer apart."""
+        pairs = [
+            acceptance.split_steps(steps, tokens)
+            for steps, tokens in zip(self.accepted_by_step or [], self.thinking, strict=True)
+        ]
+        named = zip(("thinking", "answer"), zip(*pairs, strict=True), strict=True)
+        return {
+            name: acceptance.of_steps([count for turn in turns for count in turn], k) for name, turns in named
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement: a drafter (or none) on one prompt file.
+
+    Attributes:
+        drafter: its name; None for the verifier alone.
+        drafter_path: its folder.
+        drafter_fingerprint: of that folder.
+        prompts: the prompt file's name.
+        in_domain: whether these are the prompts that 01 held out; None when that is unknown.
+        num_speculative_tokens: K; 0 for the verifier alone.
+        concurrency: streams an endpoint.
+        drafts: counted by the server.
+        accepted: counted by the server, by position.
+        output_tokens: generated.
+        seconds: wall time.
+        refused: prompts that the server refused for good.
+        answers: the rest.
+    """
+
+    drafter: str | None
+    drafter_path: str | None
+    drafter_fingerprint: str | None
+    prompts: str
+    in_domain: bool | None
+    num_speculative_tokens: int
+    concurrency: int
+    drafts: int
+    accepted: list[int]
+    output_tokens: int
+    seconds: float
+    refused: int
+    answers: list[Answer]
+
+    @property
+    def key(self) -> Key:
+        """What tells two runs of one evaluation apart."""
+        return self.drafter, self.num_speculative_tokens, self.prompts, self.concurrency
+
+    @property
+    def counted(self) -> Acceptance:
+        """The server's counters."""
+        return Acceptance(self.drafts, tuple(self.accepted))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second of wall time."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def by_request(self) -> bool:
+        """Whether the server told acceptance for each answer, which intervals and parts need."""
+        return self.drafter is not None and all(a.accepted_by_step is not None for a in self.answers)
+
+    def to_row(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+    @staticmethod
+    def from_row(row: dict[str, Any]) -> Run:
+        """Back from `to_row`."""
+        return Run(**{**row, "answers": [Answer(**answer) for answer in row["answers"]]})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# results.json
+
+
+def results(
+    runs: Iterable[Run],
+    *,
+    drafters: Sequence[str],
+    verifier: dict[str, Any],
+    settings: dict[str, Any],
+    decode: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    """Everything that `results.json` holds, as the module's docstring describes it.
+
+    Args:
+        runs: as measured, in any order.
+        drafters: names in the order of the table; the first is the start.
+        verifier: facts.
+        settings: what all runs share.
+        decode: token ids -> text, for the first difference.
+    """
+    ordered = _ordered(list(runs), drafters)
+    names = list(dict.fromkeys(run.drafter for run in ordered if run.drafter is not None))
+    alone = {(run.prompts, run.concurrency): run for run in ordered if run.drafter is None}
+    found = {
+        "schema": SCHEMA,
+        "verifier": verifier,
+        "settings": settings,
+        "start": names[0] if names else None,
+        "runs": [_summary(run, alone, decode) for run in ordered],
+        "comparisons": _comparisons(ordered),
+    }
+    return {**found, "recommendation": _recommendation(found)}
+
+
+def _ordered(runs: list[Run], drafters: Sequence[str]) -> list[Run]:
+    """Prompt files as first measured; in each, the verifier first and then the drafters as named."""
+    files = list(dict.fromkeys(run.prompts for run in runs))
+    names = list(dict.fromkeys([*drafters, *(run.drafter for run in runs if run.drafter is not None)]))
+
+    def place(run: Run) -> tuple[int, int, int, int]:
+        rank = -1 if run.drafter is None else names.index(run.drafter)
+        return rank, files.index(run.prompts), run.num_speculative_tokens, run.concurrency
+
+    return sorted(runs, key=place)
+
+
+def _summary(
+    run: Run, alone: dict[tuple[str, int], Run], decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    reference = alone.get((run.prompts, run.concurrency))
+    k = run.num_speculative_tokens
+    sources = list(dict.fromkeys(answer.source for answer in run.answers))
+    sure = acceptance.intervals([answer.acceptance(k) for answer in run.answers]) if run.by_request else None
+    return {
+        "drafter": run.drafter,
+        "drafter_path": run.drafter_path,
+        "drafter_fingerprint": run.drafter_fingerprint,
+        "prompts": run.prompts,
+        "in_domain": run.in_domain,
+        "num_speculative_tokens": k,
+        "concurrency": run.concurrency,
+        "acceptance_length": run.counted.length,
+        "acceptance_length_interval": _length_interval(sure),
+        "acceptance_by_position": run.counted.by_position,
+        "acceptance_by_position_intervals": [list(pair) for pair in sure.by_position] if sure else None,
+        "drafts": run.drafts,
+        "prompts_answered": len(run.answers),
+        "prompts_refused": run.refused,
+        "output_tokens": run.output_tokens,
+        "seconds": run.seconds,
+        "output_tokens_per_s": run.tokens_per_s,
+        "speed_up": run.tokens_per_s / reference.tokens_per_s if reference else None,
+        "same_output": _same_output(run, alone, decode),
+        "by_source": {
+            source: _group([a.acceptance(k) for a in run.answers if a.source == source]) for source in sources
+        }
+        if run.by_request
+        else None,
+        "by_part": _by_part(run),
+    }
+
+
+def _length_interval(sure: Intervals | None) -> list[float] | None:
+    return list(sure.length) if sure else None
+
+
+def _group(prompts: list[Acceptance]) -> dict[str, Any]:
+    together = acceptance.total(prompts)
+    return {
+        "prompts": len(prompts),
+        "drafts": together.drafts,
+        "acceptance_length": together.length,
+        "acceptance_length_interval": _length_interval(acceptance.intervals(prompts)),
+        "acceptance_by_position": together.by_position,
+    }
+
+
+def _by_part(run: Run) -> dict[str, Any] | None:
+    if not run.by_request or not any(any(answer.thinking) for answer in run.answers):
+        return None
+    parts = [answer.parts(run.num_speculative_tokens) for answer in run.answers]
+    return {name: _group([part[name] for part in parts]) for name in ("thinking", "answer")}
+
+
+def _same_output(
+    run: Run, alone: dict[tuple[str, int], Run], decode: Callable[[list[int]], str]
+) -> dict[str, Any] | None:
+    """Compare with the verifier alone at the same concurrency; the verifier itself with its lowest one.
+
+    The verifier's own row shows how much of a difference is rounding: another number of streams is enough.
+    """
+    if run.drafter is not None:
+        reference = alone.get((run.prompts, run.concurrency))
+    else:
+        reference = min(
+            (r for r in alone.values() if r.prompts == run.prompts and r.concurrency < run.concurrency),
+            key=lambda r: r.concurrency,
+            default=None,
+        )
+    if reference is None:
+        return None
+    expected = {answer.id: answer for answer in reference.answers}
+    pairs = [(expected[answer.id], answer) for answer in run.answers if answer.id in expected]
+    different = [(wanted, found) for wanted, found in pairs if wanted.token_ids != found.token_ids]
+    return {
+        "reference_concurrency": reference.concurrency,
+        "compared": len(pairs),
+        "equal": len(pairs) - len(different),
+        "share": 1 - len(different) / len(pairs) if pairs else None,
+        "first_difference": _first_difference(*different[0], decode) if different else None,
+    }
+
+
+def _first_difference(wanted: Answer, found: Answer, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    turns = zip(wanted.token_ids, found.token_ids, strict=False)
+    turn, (left, right) = next((i, pair) for i, pair in enumerate(turns) if pair[0] != pair[1])
+    token = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    return {
+        "id": wanted.id,
+        "turn": turn,
+        "token": token,
+        "expected": decode(left[token : token + 8]),
+        "found": decode(right[token : token + 8]),
+    }
+
+
+def _comparisons(runs: list[Run]) -> list[dict[str, Any]]:
+    """Each pair of drafters at the lowest concurrency: the number of streams does not change acceptance."""
+    found = []
+    rows = [run for run in runs if run.by_request]
+    for prompts, k in dict.fromkeys((run.prompts, run.num_speculative_tokens) for run in rows):
+        same = [run for run in rows if run.prompts == prompts and run.num_speculative_tokens == k]
+        lowest = min(run.concurrency for run in same)
+        for a, b in combinations([run for run in same if run.concurrency == lowest], 2):
+            sources = list(dict.fromkeys(answer.source for answer in a.answers))
+            for source in [None, *sources] if len(sources) > 1 else [None]:
+                found.append(_comparison(a, b, source))
+    return [comparison for comparison in found if comparison is not None]
+
+
+def _comparison(a: Run, b: Run, source: str | None) -> dict[str, Any] | None:
+    k = a.num_speculative_tokens
+    theirs = {answer.id: answer for answer in b.answers}
+    pairs = [
+        (answer.acceptance(k), theirs[answer.id].acceptance(k))
+        for answer in a.answers
+        if answer.id in theirs and source in (None, answer.source)
+    ]
+    found = acceptance.difference([left for left, _ in pairs], [right for _, right in pairs])
+    if found is None:
+        return None
+    return {
+        "a": a.drafter,
+        "b": b.drafter,
+        "prompts": a.prompts,
+        "source": source,
+        "num_speculative_tokens": k,
+        "concurrency": a.concurrency,
+        "compared": len(pairs),
+        "difference": found.value,
+        "interval": list(found.interval),
+        "longer": {1: b.drafter, -1: a.drafter, 0: None}[found.sign],
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Recommendation
+
+
+def _recommendation(found: dict[str, Any]) -> dict[str, Any]:
+    drafted = [run for run in found["runs"] if run["drafter"] is not None]
+    if not drafted:
+        return {"drafter": None, "num_speculative_tokens": None, "speed_up": None, "text": []}
+    timed = all(run["speed_up"] is not None for run in drafted)
+    column = "speed_up" if timed else "acceptance_length"
+    choices = dict.fromkeys(choice(run) for run in drafted)
+    scores = {pair: _mean([run[column] for run in drafted if choice(run) == pair]) for pair in choices}
+    best = max(scores, key=lambda pair: scores[pair])
+    others = [name for name in dict.fromkeys(name for name, _ in choices) if name != found["start"]]
+    return {
+        "drafter": best[0],
+        "num_speculative_tokens": best[1],
+        "speed_up": scores[best] if timed else None,
+        "text": [
+            _on_speed(best, scores[best]) if timed else _on_length(best, scores[best]),
+            *(_on_drafter(name, found) for name in others),
+        ],
+    }
+
+
+def choice(run: dict[str, Any]) -> tuple[str, int]:
+    """What a user chooses between: drafter and K."""
+    return run["drafter"], run["num_speculative_tokens"]
+
+
+def _mean(ratios: list[float]) -> float:
+    """Geometric, as ratios want it."""
+    return math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+
+
+def _on_speed(best: tuple[str, int], speed_up: float) -> str:
+    name, k = best
+    if speed_up > 1:
+        return (
+            f"**Fastest: {name} with K = {k}**, {speed_up:.2f} times the verifier alone (geometric mean over "
+            "prompt files and concurrencies)."
+        )
+    return (
+        f"**No drafter beats the verifier alone on this machine**: the best, {name} with K = {k}, reaches "
+        f"{speed_up:.2f} times its tokens/s. Where verifying K + 1 tokens costs nearly K + 1 steps (a CPU, a GPU "
+        "with many streams) drafting cannot pay. Judge drafters by acceptance length here, and speed "
+        "where they will serve."
+    )
+
+
+def _on_length(best: tuple[str, int], length: float) -> str:
+    name, k = best
+    return (
+        f"**Longest acceptance: {name} with K = {k}**, {length:.3f}. Nothing is said about speed: the "
+        "verifier alone was not measured beside every row. Run this again without --drafter and with --endpoint on a "
+        "server that has none; its rows join these."
+    )
+
+
+def _on_drafter(name: str, found: dict[str, Any]) -> str:
+    """Whether to deploy `name` instead of the start, and where it is worse."""
+    start = found["start"]
+    pairs = [c for c in found["comparisons"] if (c["a"], c["b"]) == (start, name)]
+    whole = [c for c in pairs if c["source"] is None]
+    if not whole:
+        return f"**{name} or {start}:** not decided, the server did not tell acceptance by request."
+    home = {run["prompts"] for run in found["runs"] if run["in_domain"]}
+    ours = [c for c in whole if c["prompts"] in home] or whole
+    worse = [c for c in pairs if c["longer"] == start]
+    gained = any(c["longer"] == name for c in ours)
+    lost = any(c["longer"] == start for c in ours)
+    verdict = "no" if lost or not gained else "yes, if what is lost matters less" if worse else "yes"
+    seen = "; ".join(f"{place(c)}: {change(c)}" for c in whole)
+    behind = "; ".join(f"{place(c)} ({c['difference']:+.3f})" for c in worse) or "nowhere beyond the interval"
+    return f"**{name} instead of {start}: {verdict}.** {seen}. Worse than {start}: {behind}."
+
+
+def place(comparison: dict[str, Any]) -> str:
+    """Where two drafters were compared."""
+    source = f", source {comparison['source']}" if comparison["source"] is not None else ""
+    return f"{label(comparison['prompts'])}{source} at K = {comparison['num_speculative_tokens']}"
+
+
+def change(comparison: dict[str, Any]) -> str:
+    """What the comparison found."""
+    low, high = comparison["interval"]
+    verdict = "no difference" if comparison["longer"] is None else f"{comparison['longer']} is longer"
+    return f"{verdict} ({comparison['difference']:+.3f}, 95 % {low:+.3f} to {high:+.3f})"
+
+
+def label(prompts: str) -> str:
+    """A prompt file's short name: `runs/b/prompts/eval.jsonl` -> `b/prompts/eval`."""
+    path = Path(prompts)
+    return "/".join([*path.parts[-3:-1], path.stem]) if path.suffix and len(path.parts) > 1 else path.stem

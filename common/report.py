@@ -1,0 +1,207 @@
+"""An evaluation for people: `report.md` with its tables, and the plot beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import atomic_io, evaluation
+
+# ----------------------------------------------------------------------------------------------------------
+# report.md
+
+
+def markdown(found: dict[str, Any], plot_name: str) -> str:
+    """The report for people.
+
+    Args:
+        found: from `results`.
+        plot_name: the plot's file name beside the report.
+    """
+    settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items() if value is not None)
+    files = dict.fromkeys(run["prompts"] for run in found["runs"])
+    sections = [
+        "# Acceptance and speed",
+        f"Verifier: {found['verifier'].get('verifier')}. {settings[:1].upper()}{settings[1:]}.",
+        *found["recommendation"]["text"],
+        *(_file_section(name, found) for name in files),
+        f"![Acceptance by position and speed-up]({plot_name})",
+        _READING,
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+_READING = """## How to read this
+
+* Acceptance length: tokens that one step of the verifier yields, 1 + the sum of the acceptance by position,
+  from vLLM's counters. Position k: share of drafts whose tokens 0..k were all accepted.
+* In brackets: 95 % intervals, bootstrap over prompts. A difference whose interval holds 0 is called none.
+* Speed-up: output tokens/s over the verifier's alone, on the same prompts with as many streams.
+* Same output: answers equal to the verifier's alone, token by token. Drafting is lossless in exact
+  arithmetic; in bfloat16, K + 1 tokens in one step round differently from one, and a near tie may then go the
+  other way. The verifier's own row, against itself with fewer streams, shows how often that happens without
+  any drafter."""
+
+
+def _file_section(prompts: str, found: dict[str, Any]) -> str:
+    runs = [run for run in found["runs"] if run["prompts"] == prompts]
+    domain = {True: ", in domain", False: ", out of domain", None: ""}[runs[0]["in_domain"]]
+    pairs = [c for c in found["comparisons"] if c["prompts"] == prompts]
+    drafted = [run for run in runs if run["drafter"] is not None]
+    blocks = [
+        f"## {evaluation.label(prompts)} ({runs[0]['prompts_answered']} prompts{domain})",
+        _main_table(runs),
+    ]
+    if drafted:
+        blocks.append(_position_table(drafted))
+    if pairs:
+        blocks.append(
+            "\n".join(
+                f"* {c['b']} against {c['a']}, {evaluation.place(c)}: {evaluation.change(c)}." for c in pairs
+            )
+        )
+    for title, column in (("Source", "by_source"), ("Part", "by_part")):
+        if any(len(run[column] or {}) > 1 for run in drafted):
+            blocks.append(_group_table(title, column, drafted))
+    blocks += [_difference_line(run) for run in runs if (run["same_output"] or {}).get("first_difference")]
+    return "\n\n".join(blocks)
+
+
+def _main_table(runs: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            *_who(run),
+            _with_interval(run["acceptance_length"], run["acceptance_length_interval"]),
+            f"{run['output_tokens_per_s']:.1f}",
+            "-" if run["speed_up"] is None else f"{run['speed_up']:.2f}",
+            _share_equal(run["same_output"]),
+        ]
+        for run in runs
+    ]
+    head = ["Drafter", "K", "Streams", "Acceptance length", "Output tokens/s", "Speed-up", "Same output"]
+    return _table(head, rows)
+
+
+def _position_table(runs: list[dict[str, Any]]) -> str:
+    width = max(run["num_speculative_tokens"] for run in runs)
+    rows = []
+    for run in runs:
+        shares = run["acceptance_by_position"]
+        sure = run["acceptance_by_position_intervals"] or [None] * len(shares)
+        cells = [_with_interval(share, pair) for share, pair in zip(shares, sure, strict=True)]
+        rows.append([*_who(run), *cells, *[""] * (width - len(cells))])
+    return _table(["Drafter", "K", "Streams", *(f"Position {k}" for k in range(width))], rows)
+
+
+def _group_table(title: str, column: str, runs: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            *_who(run),
+            name,
+            str(group["prompts"]),
+            str(group["drafts"]),
+            _with_interval(group["acceptance_length"], group["acceptance_length_interval"]),
+        ]
+        for run in runs
+        for name, group in (run[column] or {}).items()
+    ]
+    return _table(["Drafter", "K", "Streams", title, "Prompts", "Drafts", "Acceptance length"], rows)
+
+
+def _difference_line(run: dict[str, Any]) -> str:
+    first = run["same_output"]["first_difference"]
+    who, k, streams = _who(run)
+    return (
+        f"First difference of {who} (K {k}, {streams} streams) from the verifier with "
+        f"{run['same_output']['reference_concurrency']}: prompt {first['id']}, turn {first['turn']}, token "
+        f"{first['token']}: `{_inline(first['expected'])}` became `{_inline(first['found'])}`."
+    )
+
+
+def _inline(text: str) -> str:
+    return text.replace("`", "'").replace("\n", "\\n")
+
+
+def _who(run: dict[str, Any]) -> list[str]:
+    k = run["num_speculative_tokens"]
+    return [run["drafter"] or "verifier alone", str(k) if k else "-", str(run["concurrency"])]
+
+
+def _with_interval(value: float, interval: Sequence[float] | None) -> str:
+    return f"{value:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
+
+
+def _share_equal(same: dict[str, Any] | None) -> str:
+    return "-" if same is None else f"{same['equal']} of {same['compared']}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Plot
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Acceptance by position (above) and speed-up by concurrency (below), a column for each prompt file.
+
+    Args:
+        found: from `results`.
+        path: the .png to write.
+    """
+    from matplotlib.figure import Figure
+
+    files = list(dict.fromkeys(run["prompts"] for run in found["runs"]))
+    figure = Figure(figsize=(5.0 * len(files), 7.5), layout="constrained")
+    axes = figure.subplots(2, len(files), squeeze=False, sharey="row")
+    for column, prompts in enumerate(files):
+        runs = [run for run in found["runs"] if run["prompts"] == prompts and run["drafter"] is not None]
+        _plot_positions(axes[0, column], runs, evaluation.label(prompts))
+        _plot_speed_up(axes[1, column], runs)
+    with atomic_io.replacing(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=120)
+
+
+def _plot_positions(axis: Any, runs: list[dict[str, Any]], title: str) -> None:
+    lowest = min((run["concurrency"] for run in runs), default=0)
+    for run in runs:
+        if run["concurrency"] != lowest:
+            continue
+        shares = run["acceptance_by_position"]
+        sure = run["acceptance_by_position_intervals"]
+        # The percentile interval need not hold the value when few prompts are drawn.
+        bars = sure and [
+            [max(0.0, share - low) for share, (low, _) in zip(shares, sure, strict=True)],
+            [max(0.0, high - share) for share, (_, high) in zip(shares, sure, strict=True)],
+        ]
+        name = f"{run['drafter']}, K={run['num_speculative_tokens']}: {run['acceptance_length']:.2f}"
+        axis.errorbar(range(len(shares)), shares, yerr=bars, marker="o", capsize=3, label=name)
+    axis.set(title=title, xlabel="draft position", ylabel="accepted up to here (share of drafts)")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_ylim(bottom=0)
+    if runs:
+        axis.legend(title="acceptance length")
+
+
+def _plot_speed_up(axis: Any, runs: list[dict[str, Any]]) -> None:
+    for choice in dict.fromkeys(evaluation.choice(run) for run in runs):
+        points = [
+            (r["concurrency"], r["speed_up"])
+            for r in runs
+            if evaluation.choice(r) == choice and r["speed_up"] is not None
+        ]
+        axis.plot(
+            *zip(*points, strict=True), marker="o", label=f"{choice[0]}, K={choice[1]}"
+        ) if points else None
+    axis.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="verifier alone")
+    axis.set(xlabel="concurrent streams", ylabel="speed-up (output tokens/s)")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend()
