@@ -148,6 +148,11 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
+def abandon(folder: Path) -> None:
+    """Forget a stage that began, failed and left nothing to resume: any other settings may follow."""
+    (folder / _STARTED).unlink(missing_ok=True)
+
+
 def _refuse_other_config(folder: Path, earlier: dict[str, Any], manifest: Manifest) -> None:
     changed = [
         f"--{key.replace('_', '-')} was {earlier.get(key)!r}, now {value!r}"
