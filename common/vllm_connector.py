@@ -9,13 +9,16 @@ from __future__ import annotations
 import fcntl
 import os
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     PendingSave,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class _Done:
@@ -34,6 +37,16 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
 
     The base class copies through pinned memory and CUDA streams, which a CPU build of torch does not have.
     """
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Add the layer ids to the answer, so that a client can see whether they are the ones it wants."""
+        delayed, answer = super().request_finished(request, block_ids)
+        speculative = self._vllm_config.speculative_config
+        if answer is not None and speculative is not None:
+            answer["layer_ids"] = list(
+                speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+            )
+        return delayed, answer
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         if self._kv_cache is None or self._kv_cache.is_cuda:

@@ -234,13 +234,15 @@ def _wait_until_healthy(
     import httpx
 
     begun = time.monotonic()
-    while time.monotonic() - begun < timeout_s:
-        if process.poll() is not None:
-            raise _died(process, log_file, start)
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{root_url(url)}/health", timeout=_PROBE_TIMEOUT_S).status_code == 200:
-                return time.monotonic() - begun
-        time.sleep(0.25)
+    # trust_env: a proxy of the environment does not know our loopback address.
+    with httpx.Client(timeout=_PROBE_TIMEOUT_S, trust_env=False) as client:
+        while time.monotonic() - begun < timeout_s:
+            if process.poll() is not None:
+                raise _died(process, log_file, start)
+            with suppress(httpx.HTTPError):
+                if client.get(f"{root_url(url)}/health").status_code == 200:
+                    return time.monotonic() - begun
+            time.sleep(0.25)
     raise StageError(
         f"vLLM was not ready after {timeout_s:.0f} s. Raise --server-timeout if it is still loading weights. "
         f"{_last_words(log_file, start)}"
