@@ -13,7 +13,7 @@ from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from common import atomic_io, layouts, log
 from common.draft_vocab import DraftVocab
@@ -24,7 +24,7 @@ _LOG = log.get("drafter")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the drafter's own layer: from scratch, and for what an imported config.json leaves open."""
+    """Add the flags of the drafter's layer: from scratch, and for what a head's config.json leaves open."""
     group = parser.add_argument_group(
         "Drafter's layer (from scratch: default the verifier's; --finetune-from: only what its config.json "
         "lacks)"
@@ -84,7 +84,7 @@ def transformer_of(verifier: Verifier, args: argparse.Namespace) -> LlamaConfig:
 
 
 def new_config(
-    transformer: LlamaConfig,
+    transformer: LlamaConfig | Qwen3Config,
     verifier: Verifier,
     *,
     layer_ids: list[int],

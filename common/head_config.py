@@ -1,4 +1,4 @@
-"""What a third-party head's config.json says, checked against its tensors: geometry, rope, norms, layer ids."""
+"""A third-party head's config.json, checked against its tensors: geometry, rope, norms, layer ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HeadConfig:
 
     Attributes:
         transformer: the drafter's layer; a `kimi_k2` head is a Llama layer and is called so.
-        norm_before_residual: False for `midlayer` heads, else what the config says (vLLM's native default: False).
+        norm_before_residual: False for `midlayer` heads, else what the config says, else False.
         norm_before_fc: one norm over the three states (by the tensor `input_norm`).
         fc_norm: a norm for each state (by the tensors `fc_norm.*`).
         norm_output: the normed output feeds the next step (only the config can tell).
@@ -48,7 +48,7 @@ def read_head_config(
     *,
     is_midlayer: bool,
 ) -> HeadConfig:
-    """Settle the architecture: tensors decide where they can, the config where they cannot, flags where neither does.
+    """Settle the architecture: by the tensors, else by the config, else by flags; never by a guess.
 
     Args:
         checkpoint: gives config.json.
@@ -58,7 +58,7 @@ def read_head_config(
         is_midlayer: the layout is `midlayer.*`.
 
     Raises:
-        InputError: something is missing that must not be guessed, or config and tensors contradict each other.
+        InputError: something is missing, or config and tensors contradict each other.
     """
     notes: list[str] = []
     raw = _flatten(checkpoint.config)
@@ -77,18 +77,20 @@ def read_head_config(
     is_qwen3 = f"{_LAYER}self_attn.q_norm.weight" in tensors
     if not is_qwen3 and raw.get("model_type", "llama") != "llama":
         notes.append(f"model_type {raw['model_type']!r} rewritten to 'llama': the layer is plain attention")
-    transformer = (Qwen3Config if is_qwen3 else LlamaConfig)(
-        vocab_size=verifier.vocab_size,
-        hidden_size=hidden,
-        rms_norm_eps=eps,
-        rope_parameters=rope,
-        max_position_embeddings=positions,
-        hidden_act=raw.get("hidden_act", "silu"),
-        attention_bias=f"{_LAYER}self_attn.q_proj.bias" in tensors,
-        tie_word_embeddings=False,
+    layer: dict[str, Any] = {
+        "vocab_size": verifier.vocab_size,
+        "hidden_size": hidden,
+        "rms_norm_eps": eps,
+        "rope_parameters": rope,
+        "max_position_embeddings": positions,
+        "hidden_act": raw.get("hidden_act", "silu"),
+        "attention_bias": f"{_LAYER}self_attn.q_proj.bias" in tensors,
+        "tie_word_embeddings": False,
         **geometry,
-        **({} if is_qwen3 else {"mlp_bias": f"{_LAYER}mlp.gate_proj.bias" in tensors}),
-    )
+    }
+    if not is_qwen3:
+        layer["mlp_bias"] = f"{_LAYER}mlp.gate_proj.bias" in tensors
+    transformer = Qwen3Config(**layer) if is_qwen3 else LlamaConfig(**layer)
     return HeadConfig(
         transformer=transformer,
         norm_before_residual=_norm_before_residual(raw, is_midlayer, notes),
@@ -158,7 +160,7 @@ def _geometry(
     args: argparse.Namespace,
     notes: list[str],
 ) -> dict[str, int]:
-    """Heads, widths and layers. The products are the tensors'; one of heads and head_dim must be known beside them."""
+    """Heads, widths and layers: the tensors give the products, the config or a flag one factor."""
     q_rows = tensors[f"{_LAYER}self_attn.q_proj.weight"].shape[0]
     k_rows = tensors[f"{_LAYER}self_attn.k_proj.weight"].shape[0]
     heads = raw.get("num_attention_heads", args.num_heads)
@@ -168,25 +170,30 @@ def _geometry(
             f"{checkpoint.origin}: no config.json says how the {q_rows} rows of q_proj divide into heads. "
             "Pass --num-heads or --head-dim (and see --help for rope and epsilon)."
         )
-    if head_dim is None:
-        head_dim = q_rows // heads
-        notes.append(f"head_dim {head_dim} = {q_rows} rows of q_proj / {heads} heads (the config has none)")
-    if q_rows % head_dim or k_rows % head_dim or (heads is not None and heads * head_dim != q_rows):
+    # Each factor alone settles the other; where the config names both and they contradict, one may still fit.
+    candidates = (
+        {(q_rows // head_dim, head_dim)}
+        if head_dim and q_rows % head_dim == k_rows % head_dim == 0
+        else set()
+    )
+    if heads and q_rows % heads == 0 and k_rows % (q_rows // heads) == 0:
+        candidates.add((heads, q_rows // heads))
+    if len(candidates) != 1:
         raise InputError(
             f"{checkpoint.origin}: q_proj has {q_rows} rows and k_proj {k_rows}, which the config's {heads} "
             f"heads of {head_dim} do not make. Correct num_attention_heads and head_dim in config.json."
         )
+    heads, head_dim = candidates.pop()
     found = {
-        "num_attention_heads": q_rows // head_dim,
+        "num_attention_heads": heads,
         "num_key_value_heads": k_rows // head_dim,
         "head_dim": head_dim,
         "intermediate_size": tensors[f"{_LAYER}mlp.gate_proj.weight"].shape[0],
         "num_hidden_layers": _layers(raw, tensors, notes),
     }
     for name, value in found.items():
-        said = raw.get(name)
-        if said is not None and said != value:
-            notes.append(f"{name} {value} by the tensors; config.json says {said}")
+        if raw.get(name, value) != value:
+            notes.append(f"{name} {value} by the tensors; config.json says {raw[name]}")
     return found
 
 
