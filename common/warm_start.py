@@ -234,6 +234,19 @@ def plan_import(
     )
 
 
+def read_own_vocab(name: str, verifier: Verifier) -> SourceMap:
+    """The draft vocabulary of a checkpoint, without planning its import.
+
+    Raises:
+        InputError: it is no EAGLE-3 head of this verifier's vocabulary.
+    """
+    checkpoint = open_checkpoint(name)
+    _, renamed = layouts.recognise(checkpoint.tensors)
+    tensors = {ours: checkpoint.tensors[key] for key, ours in renamed.items() if ours is not None}
+    _refuse_missing([name for name in _ESSENTIAL if name not in tensors], checkpoint)
+    return _read_map(checkpoint, tensors, verifier)[0]
+
+
 def load(plan: Plan, verifier: Verifier, *, train_lm_head: bool = True) -> Eagle3DraftModel:
     """Read the tensors and build the drafter that the plan describes.
 
