@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--compare-to",
         metavar="PATH|HUB_ID",
-        help="an EAGLE-3 head: show the share of these tokens that its own map covers, and which map is worth it",
+        help="an EAGLE-3 head: show what share of this data its own map covers, and which is worth it",
     )
     verifier.add_arguments(parser)
     return parser
