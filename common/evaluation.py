@@ -369,8 +369,8 @@ def _on_speed(best: tuple[str, int], speed_up: float) -> str:
     return (
         f"**No drafter beats the verifier alone on this machine**: the best, {name} with K = {k}, reaches "
         f"{speed_up:.2f} times its tokens/s. Where verifying K + 1 tokens costs nearly K + 1 steps (a CPU, "
-        "or a GPU with many streams) drafting cannot pay. Judge drafters by acceptance length here, and speed "
-        "where they will serve."
+        "or a GPU with many streams) drafting cannot pay. Judge drafters by acceptance length here, and "
+        "speed where they will serve."
     )
 
 

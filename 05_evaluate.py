@@ -1,0 +1,546 @@
+"""Served acceptance and speed of drafters, from vLLM's counters -> evaluation/ (results, report, plot).
+
+  the tuned Kimi-K2.5 drafter beside the one it started from, in domain and out of domain, on eight GPUs:
+    python 05_evaluate.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --serve \\
+        --drafter base=checkpoints/kimi-k2.5-eagle3 --drafter tuned=runs/kimi/drafter \\
+        --prompts runs/kimi/prompts/eval.jsonl --prompts mt_bench.jsonl \\
+        --num-speculative-tokens 2 3 4 --concurrency 1 8 32
+  a server that already runs with prefix caching off and the named drafter (without --drafter: with none):
+    python 05_evaluate.py --run-dir runs/kimi --endpoint http://gpu7:8000/v1 --drafter tuned=runs/kimi/drafter
+  minutes on a laptop:
+    python 05_evaluate.py --run-dir runs/demo --serve --max-prompts 20 --max-tokens 128 --concurrency 4
+
+The verifier alone is always measured first; the first --drafter is the start that the others are judged by.
+Each finished run is kept in evaluation/runs.jsonl, so a rerun resumes, and new drafters, prompt files, K or
+concurrencies are added to what is there. Intervals and parts need the acceptance of each answer: start a
+server of your own with --per-request-spec-decode-metrics detailed. results.json is documented in
+common/evaluation.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
+from operator import add
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import (
+    atomic_io,
+    cli,
+    conversations,
+    evaluation,
+    log,
+    manifest,
+    report,
+    responses,
+    verifier,
+    vllm_server,
+)
+from common.acceptance import Counters
+from common.errors import InputError, StageError
+from common.evaluation import Answer, Run
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from common.conversations import Conversation
+    from common.inference_pool import InferencePool
+    from common.verifier import Verifier
+
+_LOG = log.get("05_evaluate")
+_PER_REQUEST = ["--per-request-spec-decode-metrics", "detailed"]
+_WARM_UP_TOKENS = 8
+_COUNTER_LAG_S = 10.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.stage_parser(__doc__)
+    what = parser.add_argument_group("What is measured")
+    what.add_argument(
+        "--drafter",
+        action="append",
+        metavar="NAME=PATH",
+        help="folder of a drafter and its name in the table; repeatable, the first is the start; "
+        "default with --serve: drafter=RUN_DIR/drafter",
+    )
+    what.add_argument(
+        "--prompts",
+        action="append",
+        metavar="FILE",
+        help="JSON lines in any shape that 01 reads, answers left out; repeatable; "
+        "default: RUN_DIR/prompts/eval.jsonl, which is also what counts as in domain",
+    )
+    what.add_argument(
+        "--num-speculative-tokens",
+        type=_positive,
+        nargs="+",
+        default=[3],
+        metavar="K",
+        help="draft tokens a verification step; a server start for each K and drafter",
+    )
+    what.add_argument(
+        "--concurrency",
+        type=_positive,
+        nargs="+",
+        default=[1],
+        metavar="C",
+        help="streams an endpoint at a time",
+    )
+    what.add_argument("--max-prompts", type=_positive, help="prompts a file; default: all")
+    what.add_argument("--max-tokens", type=_positive, default=512, help="longest answer of a turn, in tokens")
+    what.add_argument(
+        "--thinking",
+        choices=("on", "off", "default"),
+        help="thinking mode asked of the chat template; default: as in 01b",
+    )
+    what.add_argument(
+        "--min-acceptance-length",
+        type=float,
+        default=1.05,
+        help="fail below this many tokens a step (1 = nothing is ever accepted)",
+    )
+    vllm_server.add_arguments(parser)
+    verifier.add_arguments(parser)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+@cli.stage(build_parser)
+def main(args: argparse.Namespace) -> int:
+    vllm_server.check(args)
+    drafters = named_drafters(args)
+    files = read_files(args)
+    inherited = inherited_facts(args.run_dir, drafters)
+    model = verifier.from_args(args, inherited=inherited)
+    thinking = manifest.settle(
+        "thinking", flag=args.thinking, inherited=inherited.get("thinking"), default="default"
+    )
+    settings = {"max_tokens": args.max_tokens, "max_prompts": args.max_prompts, "thinking": thinking}
+    record = manifest.Manifest(
+        stage="05_evaluate",
+        config={
+            "verifier": model.name,
+            "revision": model.revision,
+            "server_args": args.server_args,
+            **settings,
+        },
+        inputs={f"prompts {file.name}": file.fingerprint for file in files}
+        | {f"drafter {drafter.name}": drafter.fingerprint for drafter in drafters},
+        facts={**model.facts(), "thinking": thinking},
+    )
+    folder = args.run_dir / "evaluation"
+    with atomic_io.locked(folder):
+        done = not manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
+        runs = read_runs(folder / "runs.jsonl", drafters, args.accept_stale)
+        jobs = missing(plan(args, drafters, files), runs)
+        if done and jobs:
+            _LOG.info("this call asks for %d more runs; they are added", len(jobs))
+            manifest.reopen(folder)
+            manifest.begin(folder, record, overwrite=False, accept_stale=args.accept_stale)
+        if jobs or not done:
+            announce(jobs, args.max_tokens)
+            with atomic_io.JsonLog(folder / "runs.jsonl") as kept:
+                for run in measure_all(args, model, jobs, thinking, folder):
+                    kept.append(run.to_row())
+                    runs.append(run)
+            found = evaluation.results(
+                runs,
+                drafters=[drafter.name for drafter in drafters],
+                verifier=record.facts,
+                settings={"temperature": 0, **settings},
+                decode=lambda ids: str(model.tokenizer.decode(ids)),
+            )
+            write_report(folder, found)
+            require_acceptance(found, args.min_acceptance_length)
+            answered = sum(len(run.answers) for run in runs)
+            refused = sum(run.refused for run in runs)
+            record.counts = {"read": answered + refused, "written": answered, "failed": refused}
+            record.write(folder)
+        print((folder / "report.md").read_text())
+    _LOG.info("%s: results.json, report.md, acceptance.png", folder)
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is asked for
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter by name, and the fingerprint of its folder."""
+
+    name: str
+    path: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """The prompts of one file, each once."""
+
+    name: str
+    fingerprint: str
+    in_domain: bool | None
+    prompts: tuple[Conversation, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to measure; `k` is 0 and `drafter` None for the verifier alone."""
+
+    drafter: Drafter | None
+    k: int
+    file: PromptFile
+    concurrency: int
+
+    @property
+    def key(self) -> evaluation.Key:
+        """As the key of the run that it becomes."""
+        return self.drafter.name if self.drafter else None, self.k, self.file.name, self.concurrency
+
+
+def named_drafters(args: argparse.Namespace) -> list[Drafter]:
+    """Read --drafter, and refuse what one call cannot measure before anything is started."""
+    named = args.drafter or ([f"drafter={args.run_dir / 'drafter'}"] if args.serve else [])
+    drafters = []
+    for text in named:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise InputError(f"--drafter {text}: expected NAME=PATH, e.g. tuned=runs/demo/drafter")
+        if not (Path(path) / "config.json").exists():
+            raise InputError(
+                f"--drafter {text}: no config.json in {path}. 04_train.py writes RUN_DIR/drafter; a hub's "
+                "drafter must be downloaded first."
+            )
+        drafters.append(Drafter(name, path, manifest.fingerprint(Path(path))))
+    names = [drafter.name for drafter in drafters]
+    if len(set(names)) < len(names):
+        raise InputError(f"--drafter: each needs a name of its own, found {', '.join(names)}")
+    if args.endpoint and len(drafters) * len(args.num_speculative_tokens) > 1:
+        raise InputError(
+            "--endpoint measures the one drafter and K that the server runs with: pass one --drafter and one "
+            "--num-speculative-tokens, and run this again for the next server; or use --serve"
+        )
+    return drafters
+
+
+def read_files(args: argparse.Namespace) -> list[PromptFile]:
+    """Read --prompts; the held-out prompts of 01 are in domain, all others out of it."""
+    held_out = args.run_dir / "prompts" / "eval.jsonl"
+    files = []
+    for name in args.prompts or [str(held_out)]:
+        path = Path(name)
+        prompts = {prompt.id: prompt for prompt in islice(conversations.read_prompts(path), args.max_prompts)}
+        if not prompts:
+            raise InputError(f"--prompts {name}: no prompts in it")
+        in_domain = path.samefile(held_out) if held_out.exists() else None
+        files.append(PromptFile(name, manifest.fingerprint(path), in_domain, tuple(prompts.values())))
+    return files
+
+
+def inherited_facts(run_dir: Path, drafters: list[Drafter]) -> dict[str, Any]:
+    """Facts of the data set, else of the first drafter that has any."""
+    for folder in (run_dir / "dataset", *(Path(drafter.path) for drafter in drafters)):
+        if (folder / manifest.NAME).exists():
+            return manifest.read(folder, "01b_generate_synthetic.py").facts
+    return {}
+
+
+def plan(args: argparse.Namespace, drafters: list[Drafter], files: list[PromptFile]) -> list[Job]:
+    """All runs of this call, the verifier alone first; a server that already runs is measured as it is."""
+    servers: list[tuple[Drafter | None, int]] = [
+        (d, k) for d in drafters for k in args.num_speculative_tokens
+    ]
+    if args.serve or not drafters:
+        servers.insert(0, (None, 0))
+    return [Job(d, k, file, c) for d, k in servers for file in files for c in args.concurrency]
+
+
+def read_runs(path: Path, drafters: list[Drafter], accept_stale: bool) -> list[Run]:
+    """What earlier calls measured with the same settings.
+
+    Raises:
+        InputError: a drafter's folder has changed since.
+    """
+    runs = [Run.from_row(row) for row in atomic_io.read_json_lines(path)] if path.exists() else []
+    now: dict[str | None, str | None] = {drafter.name: drafter.fingerprint for drafter in drafters}
+    for run in runs:
+        if not accept_stale and now.get(run.drafter, run.drafter_fingerprint) != run.drafter_fingerprint:
+            raise InputError(
+                f"{path}: drafter {run.drafter} was another one when it was measured ({run.drafter_path}), "
+                "and the table would mix both. Pass --overwrite, or give the new one another name."
+            )
+    return runs
+
+
+def missing(jobs: list[Job], runs: list[Run]) -> list[Job]:
+    """Jobs without a finished run."""
+    finished = {run.key for run in runs}
+    return [job for job in jobs if job.key not in finished]
+
+
+def announce(jobs: list[Job], max_tokens: int) -> None:
+    servers = len({(job.drafter, job.k) for job in jobs})
+    prompts = sum(len(job.file.prompts) for job in jobs)
+    _LOG.info("%d servers, %d runs (servers x prompt files x concurrencies)", servers, len(jobs))
+    tokens = log.human_count(prompts * max_tokens)
+    _LOG.info("%d prompts x %d tokens a turn = %s tokens at most", prompts, max_tokens, tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def measure_all(
+    args: argparse.Namespace, model: Verifier, jobs: list[Job], thinking: str, folder: Path
+) -> Iterator[Run]:
+    """Start each server once and measure its jobs."""
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": args.max_tokens, "return_token_ids": True}
+    if thinking != "default":
+        # Kimi's template reads the one name, Qwen's the other; neither minds an unknown one.
+        body["chat_template_kwargs"] = dict.fromkeys(("thinking", "enable_thinking"), thinking == "on")
+    total = sum(len(job.file.prompts) for job in jobs)
+    with log.bar(total, unit="prompts", description="evaluate") as bar:
+        for drafter, k in dict.fromkeys((job.drafter, job.k) for job in jobs):
+            ours = [job for job in jobs if (job.drafter, job.k) == (drafter, k)]
+            name = f"{drafter.name}-k{k}" if drafter else "verifier"
+            _LOG.info("measuring %s", name)
+            with vllm_server.serving(
+                args, model, server_flags(drafter, k), folder / f"vllm-{name}.log"
+            ) as endpoints:
+                require_server(read_counters(endpoints), drafter, k)
+                asyncio.run(warm_up(endpoints, ours[0].file.prompts, max(args.concurrency), body))
+                for job in ours:
+                    yield asyncio.run(measure(endpoints, job, body, responses.Reader(model), bar))
+
+
+def server_flags(drafter: Drafter | None, k: int) -> list[str]:
+    """vLLM's flags for one server: prefix caching off, acceptance told for each answer."""
+    if drafter is None:
+        return ["--no-enable-prefix-caching"]
+    return [*vllm_server.speculative_args(Path(drafter.path), k), *_PER_REQUEST]
+
+
+async def warm_up(
+    endpoints: list[str], prompts: tuple[Conversation, ...], concurrency: int, body: dict[str, Any]
+) -> None:
+    """A few short answers first: kernels are compiled at the first requests, which is no drafter's fault."""
+    from common.inference_pool import InferencePool
+
+    async with InferencePool(endpoints, concurrency=concurrency) as pool:
+        body = {**body, "model": await served_name(pool), "max_tokens": _WARM_UP_TOKENS}
+        some = prompts[: concurrency * len(endpoints)]
+        async for _ in pool.run(
+            some, lambda prompt: pool.chat(messages=[m.to_openai() for m in prompt.messages], **body)
+        ):
+            pass
+
+
+async def measure(
+    endpoints: list[str], job: Job, body: dict[str, Any], reader: responses.Reader, bar: tqdm
+) -> Run:
+    """Send a file's prompts; read the counters before and after.
+
+    Raises:
+        StageError: an answer could not be had, or the server was working for somebody else.
+    """
+    from common.inference_pool import InferencePool, RequestFailed
+
+    answers: dict[str, Answer] = {}
+    async with InferencePool(endpoints, concurrency=job.concurrency) as pool:
+        body = {**body, "model": await served_name(pool)}
+        before = read_counters(endpoints)
+        begun = time.monotonic()
+        async for prompt, outcome in pool.run(
+            job.file.prompts, lambda prompt: answer(pool, prompt, body, reader)
+        ):
+            bar.update()
+            if not isinstance(outcome, RequestFailed):
+                answers[prompt.id] = outcome
+            elif outcome.permanent:
+                _LOG.warning("%s: prompt %s is left out: %s", job.file.name, prompt.id, outcome)
+            else:
+                raise outcome
+        seconds = time.monotonic() - begun
+    if not answers:
+        raise StageError(f"{job.file.name}: the server refused every prompt; the lines above say why")
+    in_order = [answers[prompt.id] for prompt in job.file.prompts if prompt.id in answers]
+    tokens = sum(len(turn) for found in in_order for turn in found.token_ids)
+    counted = settled_counters(endpoints, before, tokens)
+    return Run(
+        drafter=job.drafter.name if job.drafter else None,
+        drafter_path=job.drafter.path if job.drafter else None,
+        drafter_fingerprint=job.drafter.fingerprint if job.drafter else None,
+        prompts=job.file.name,
+        in_domain=job.file.in_domain,
+        num_speculative_tokens=job.k,
+        concurrency=job.concurrency,
+        drafts=counted.drafts,
+        accepted=list(counted.accepted),
+        output_tokens=tokens,
+        seconds=seconds,
+        refused=len(job.file.prompts) - len(in_order),
+        answers=in_order,
+    )
+
+
+async def served_name(pool: InferencePool) -> str:
+    """What the server calls the verifier."""
+    return (await pool.models())[0]["id"]
+
+
+async def answer(
+    pool: InferencePool, prompt: Conversation, body: dict[str, Any], reader: responses.Reader
+) -> Answer:
+    """Answer a prompt turn by turn, each turn seeing the answers before it."""
+    from common.inference_pool import RequestFailed
+
+    # Tool calls are wanted as the tokens they are; unlike "auto", "none" needs no flag of the server.
+    tools = {"tools": prompt.tools, "tool_choice": "none"} if prompt.tools else {}
+    messages: list[dict[str, Any]] = []
+    turns: list[responses.Turn] = []
+    steps: list[list[int] | None] = []
+    for message in prompt.messages:
+        messages.append(message.to_openai())
+        if message.role != "user":
+            continue
+        request = {**body, **tools, "messages": list(messages)}
+        try:
+            response = await pool.chat(**request)
+        except RequestFailed as error:
+            # A long conversation may outgrow the context; the turns before it were answered and counted.
+            if turns and error.permanent:
+                break
+            raise
+        turns.append(reader.turn(request, response, 0.0))
+        steps.append(accepted_by_step(response))
+        messages.append(reader.as_history(turns[-1]))
+    told = [turn for turn in steps if turn is not None]
+    return Answer(
+        prompt.id,
+        prompt.source,
+        token_ids=[turn["token_ids"] for turn in turns],
+        accepted_by_step=told if len(told) == len(steps) else None,
+        thinking=[reader.reasoning_length(turn) for turn in turns],
+    )
+
+
+def accepted_by_step(response: dict[str, Any]) -> list[int] | None:
+    """Draft tokens accepted in each verification step of an answer; None where the server does not tell.
+
+    Without a step (an answer of one token) vLLM leaves the list out and keeps the rest.
+    """
+    told = (response.get("metrics") or {}).get("speculative_decoding")
+    if told is None or (told["num_spec_steps"] and told.get("per_step_accepted") is None):
+        return None
+    return told.get("per_step_accepted") or []
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Counters
+
+
+def read_counters(endpoints: list[str]) -> Counters:
+    """The counters of all servers together.
+
+    Raises:
+        StageError: a server does not give them.
+    """
+    import httpx
+
+    texts = []
+    for url in endpoints:
+        try:
+            texts.append(httpx.get(f"{vllm_server.root_url(url)}/metrics").raise_for_status().text)
+        except httpx.HTTPError as error:
+            raise StageError(f"{vllm_server.root_url(url)}/metrics cannot be read: {error}") from None
+    return reduce(add, map(Counters.parse, texts))
+
+
+def settled_counters(endpoints: list[str], before: Counters, tokens: int) -> Counters:
+    """What was counted since `before`, once it has caught up with the `tokens` that arrived.
+
+    Raises:
+        StageError: the server generated other tokens too.
+    """
+    deadline = time.monotonic() + _COUNTER_LAG_S
+    counted = read_counters(endpoints) - before
+    while counted.output_tokens < tokens and time.monotonic() < deadline:
+        time.sleep(0.1)
+        counted = read_counters(endpoints) - before
+    if counted.output_tokens != tokens:
+        raise StageError(
+            f"the server counted {counted.output_tokens} output tokens, {tokens} arrived here: somebody else "
+            "uses it, or requests were sent again after a timeout, and its counters mix both. Run this again "
+            "when the server is idle; finished runs are kept."
+        )
+    return counted
+
+
+def require_server(counters: Counters, drafter: Drafter | None, k: int) -> None:
+    """Refuse a server whose numbers would mean something else.
+
+    Raises:
+        InputError: prefix caching is on, or the server drafts with another K than asked for.
+    """
+    if counters.prefix_caching:
+        raise InputError(
+            "the server has prefix caching on: prompts that it saw before would be answered faster, so what "
+            "is measured second would look better. Start it with --no-enable-prefix-caching."
+        )
+    served = counters.num_speculative_tokens
+    if served != k:
+        asked = f"--drafter {drafter.name} --num-speculative-tokens {k}" if drafter else "no --drafter"
+        runs = f"drafts {served} tokens a step" if served else "runs without a drafter"
+        raise InputError(f"the server {runs}, but this command line has {asked}: make them agree")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Results
+
+
+def write_report(folder: Path, found: dict[str, Any]) -> None:
+    report.plot(found, folder / "acceptance.png")
+    with atomic_io.replacing(folder / "report.md") as file:
+        file.write(report.markdown(found, "acceptance.png"))
+    atomic_io.write_json(folder / "results.json", found)
+
+
+def require_acceptance(found: dict[str, Any], least: float) -> None:
+    """Fail on a drafter that does not work; all measurements are written by then.
+
+    Raises:
+        StageError: a run's acceptance length is below `least`.
+    """
+    poor = [run for run in found["runs"] if run["drafter"] is not None and run["acceptance_length"] < least]
+    if poor:
+        seen = "; ".join(
+            f"{run['drafter']} on {run['prompts']}: {run['acceptance_length']:.3f}" for run in poor
+        )
+        raise StageError(
+            f"acceptance length below --min-acceptance-length {least}: {seen}. Hardly a draft token is "
+            "accepted: the drafter only costs time. Likely causes, the most frequent first: its lm_head rows "
+            "and its d2t do not belong together (a vocabulary rebuilt or reordered without its rows); layer "
+            "ids of another convention (0-based ids are one lower than vLLM's); norm_before_residual, rope "
+            "theta or scaling not as trained; another verifier, revision, chat template or thinking mode "
+            "than it was trained for; too few steps. `04_train.py --finetune-from PATH --dry-run` measures "
+            "it offline: if it is good there, the fault is in the served config.json. results.json and "
+            "report.md are written."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
