@@ -50,3 +50,15 @@ def public_head() -> Path:
     if not folder.exists():
         pytest.skip("the shared checkpoint is not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def kimi_like_dir(verifier_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with a chat template that does what Kimi's does (`tests/kimi_like.jinja`)."""
+    folder = tmp_path_factory.mktemp("verifiers") / "smollm2-kimi-like"
+    folder.mkdir()
+    for file in verifier_dir.iterdir():
+        if file.suffix in (".json", ".safetensors"):
+            (folder / file.name).symlink_to(file.resolve())
+    (folder / "chat_template.jinja").write_text((ROOT / "tests" / "kimi_like.jinja").read_text())
+    return folder
