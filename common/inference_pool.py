@@ -12,7 +12,7 @@ import contextlib
 import email.utils
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -195,7 +195,7 @@ class InferencePool:
 
     async def run(
         self, items: Iterable[T], work: Callable[[T], Awaitable[R]]
-    ) -> AsyncIterator[tuple[T, R | RequestFailed]]:
+    ) -> AsyncGenerator[tuple[T, R | RequestFailed], None]:
         """Apply `work` to each item, `concurrency` x endpoints at a time, in order of arrival.
 
         Items are drawn only when a worker is free and the consumer keeps up, so neither a million prompts nor
