@@ -59,6 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--split", default="train", help="split of hub ids and folders (a name)")
     data.add_argument(
+        "--source",
+        action="append",
+        metavar="NAME",
+        help="take only rows whose own `source` is this; repeatable; default: all",
+    )
+    data.add_argument(
         "--eval-prompts",
         type=_count,
         default=200,
@@ -110,7 +116,8 @@ def main(args: argparse.Namespace) -> int:
     keep = args.answers == "keep"
     model = verifier.from_args(args) if keep else None
     sources = [_source(name, args.split) for name in args.dataset]
-    config = {key: getattr(args, key) for key in ("dataset", "split", "eval_prompts", "max_samples", "seed")}
+    deciding = ("dataset", "split", "source", "eval_prompts", "max_samples", "seed")
+    config = {key: getattr(args, key) for key in deciding}
     inputs = {source.name: source.fingerprint() for source in sources}
     folder = args.run_dir / "prompts"
     record = manifest.Manifest("01_prepare_data", {**config, "answers": args.answers}, inputs)
@@ -125,7 +132,7 @@ def main(args: argparse.Namespace) -> int:
             scan = _scan(sources, spool, args.workers, keep)
             _require_kept(scan.tally, scan.usable, args.min_kept, "rows")
             # 2. Duplicates, held-out prompts and the sample are chosen by the keys alone.
-            fates = _choose(scan, args.eval_prompts, args.max_samples, args.seed)
+            fates = _choose(scan, args.source, args.eval_prompts, args.max_samples, args.seed)
             if args.overwrite:
                 manifest.begin(folder, record, **again)
             _write_prompts(spool, fates, folder)
@@ -519,11 +526,13 @@ def _require_kept(tally: Tally, usable: int, min_kept: float, what: str) -> None
 # --------------------------------------------------------------------------------------------------------
 # 2. Choose
 
-_FATES = ("train", "eval", "duplicate", "shares_held_out_opening", "over_max_samples")
-_TRAIN, _EVAL, _DUPLICATE, _SHARES_OPENING, _OVER_MAX = range(5)
+_FATES = ("train", "eval", "duplicate", "shares_held_out_opening", "over_max_samples", "other_source")
+_TRAIN, _EVAL, _DUPLICATE, _SHARES_OPENING, _OVER_MAX, _OTHER_SOURCE = range(6)
 
 
-def _choose(scan: Scan, eval_prompts: int, max_samples: int | None, seed: int) -> np.ndarray:
+def _choose(
+    scan: Scan, wanted: list[str] | None, eval_prompts: int, max_samples: int | None, seed: int
+) -> np.ndarray:
     """The fate of each usable row: an index into `_FATES`, [n] uint8.
 
     Held-out prompts are whole openings (first user messages): one row of an opening is evaluated, the
@@ -534,6 +543,24 @@ def _choose(scan: Scan, eval_prompts: int, max_samples: int | None, seed: int) -
     prompts = np.frombuffer(scan.prompt_keys, np.dtype(">u8")).reshape(-1, 2)
     openings = np.frombuffer(scan.first_keys, np.dtype(">u8")).reshape(-1, 2)
     sources = np.frombuffer(scan.source_ids, np.uint32)
+    asked = np.isin(sources, _source_ids(scan, wanted))
+    fates = np.full(len(sources), _OTHER_SOURCE, np.uint8)
+    fates[asked] = _choose_among(
+        prompts[asked], openings[asked], sources[asked], eval_prompts, max_samples, seed
+    )
+    return fates
+
+
+def _choose_among(
+    prompts: np.ndarray,
+    openings: np.ndarray,
+    sources: np.ndarray,
+    eval_prompts: int,
+    max_samples: int | None,
+    seed: int,
+) -> np.ndarray:
+    import numpy as np
+
     rows = np.arange(len(sources))
     fates = np.full(len(sources), _TRAIN, np.uint8)
 
@@ -557,6 +584,15 @@ def _choose(scan: Scan, eval_prompts: int, max_samples: int | None, seed: int) -
         order = np.argsort(_ranks(prompts[training], seed + 1), kind="stable")
         fates[training[order[max_samples:]]] = _OVER_MAX
     return fates
+
+
+def _source_ids(scan: Scan, wanted: list[str] | None) -> list[int]:
+    unknown = set(wanted or ()) - scan.source_names.keys()
+    if unknown:
+        raise InputError(
+            f"--source {min(unknown)}: no usable row has this source, found: {', '.join(scan.source_names)}"
+        )
+    return [scan.source_names[name] for name in wanted or scan.source_names]
 
 
 def _first_equal(keys: np.ndarray) -> np.ndarray:
