@@ -22,6 +22,7 @@ from common.verifier import Verifier
 _DEFAULT: dict[str, Any] = {}
 _ON = {"thinking": True, "enable_thinking": True}
 _OFF = {"thinking": False, "enable_thinking": False}
+_LOST = "\ufffd"
 # Rendered in place of an answer's texts, they show what of a turn is the template's own.
 _ANSWER, _THOUGHT = "ANSWER7f3a9c1e", "THOUGHT7f3a9c1e"
 
@@ -106,9 +107,13 @@ def _texts_in_mode(
     history = conversation.messages[:position]
     show = functools.partial(_rendered, verifier, conversation.tools, mode=mode)
     prompt = show(history, add_generation_prompt=True)
-    answer = _after(prompt, show((*history, message)))
+    whole = show((*history, message))
     stand_in = Message("assistant", _ANSWER, _THOUGHT if message.reasoning else None, message.tool_calls)
-    head, found, tail = _after(prompt, show((*history, stand_in))).partition(_ANSWER)
+    before, found, tail = show((*history, stand_in)).partition(_ANSWER)
+    start = len(prompt) if before.startswith(prompt) else _rewritten_start(before, prompt, show(history))
+    head, answer = before[start:], whole[start:]
+    if whole[:start] != before[:start]:
+        raise Dropped("prompt_not_a_prefix", "the prompt depends on the answer's text")
     shows_thought = _THOUGHT in head
     head = _filled(head, message, answer)
     if not found or not answer.startswith(head) or not answer.endswith(tail):
@@ -149,10 +154,22 @@ def _closing(verifier: Verifier, conversation: Conversation, position: int, prom
     return closing
 
 
-def _after(prompt: str, text: str) -> str:
-    if not text.startswith(prompt):
+def _rewritten_start(before: str, prompt: str, history: str) -> int:
+    """Where the answer begins in a rendering whose history is another than the prompt's.
+
+    Kimi's template shows the reasoning of a tool call until the final answer follows, and drops it then. What
+    the prompt adds to its own history opens the answer in both.
+
+    Args:
+        before: the rendering up to the answer's text.
+        prompt: history and generation prompt.
+        history: the same history without a generation prompt.
+    """
+    opening = prompt[len(history) :] if prompt.startswith(history) else ""
+    position = before.rfind(opening) if opening else -1
+    if position < 0:
         raise Dropped("prompt_not_a_prefix", "the rendered answer does not begin with the prompt")
-    return text[len(prompt) :]
+    return position + len(opening)
 
 
 def _rendered(
@@ -205,6 +222,9 @@ def _ids(verifier: Verifier, prompt: str, answer: str) -> tuple[list[int], list[
         answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
         if tokenizer.decode(prompt_ids + answer_ids) != tokenizer.decode(whole_ids):
             raise Dropped("tokens_not_proven", "prompt and answer in ids do not make the rendered text")
+    if str(tokenizer.decode(prompt_ids + answer_ids)).count(_LOST) > (prompt + answer).count(_LOST):
+        # SmolLM2's vocabulary has no tokens for some bytes: such text never came from the model.
+        raise Dropped("text_lost_in_tokens", "the tokenizer has no ids for some characters")
     return prompt_ids, _until_end(verifier, answer_ids)
 
 
