@@ -1,0 +1,133 @@
+"""Hidden states from a vLLM server that was started with `vllm_server.capture_args`."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shlex
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import InputError
+from common.hidden_states import CaptureRow, Check, Damaged, HiddenStateStore, Outcome
+from common.inference_pool import InferencePool
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class VllmBackend:
+    """One completion of `max_tokens=1` a row; the server writes the file, and the store takes it over.
+
+    Attributes:
+        pool: entered already; its servers write into `shared_folder`.
+        model: the name that they serve.
+        store: where the states go.
+        shared_folder: the only folder that a server may name a file in.
+        layer_ids: the three aux ids and N.
+        server_command: what starts a server for this, for error messages.
+    """
+
+    pool: InferencePool
+    model: str
+    store: HiddenStateStore
+    shared_folder: Path
+    layer_ids: Sequence[int]
+    server_command: Sequence[str]
+
+    async def capture(
+        self, rows: Iterable[CaptureRow], check: Check, *, predict: bool = False
+    ) -> AsyncIterator[tuple[CaptureRow, Outcome]]:
+        """As `hidden_states.Backend`; reading, checking and writing run in threads."""
+
+        async def work(row: CaptureRow) -> Outcome:
+            answer = await self.pool.complete(
+                model=self.model,
+                prompt=row.token_ids.tolist(),
+                max_tokens=1,
+                temperature=0.0,
+                **({"prompt_logprobs": 1} if predict else {}),
+            )
+            try:
+                await asyncio.to_thread(self._keep, row, answer, check, predict)
+            except Damaged as error:
+                return error
+            return None
+
+        async for row, outcome in self.pool.run(rows, work):
+            yield row, outcome
+
+    def _keep(self, row: CaptureRow, answer: dict[str, Any], check: Check, predict: bool) -> None:
+        file = self._server_file(answer)
+        _wait_until_written(file)
+        with self.store.adopting(row, file) as states:
+            check(row, states, _predictions(answer) if predict else None)
+
+    def _server_file(self, answer: dict[str, Any]) -> Path:
+        """The file that the server names, if it may be touched.
+
+        Raises:
+            InputError: the server does not capture, captures other layers, or names a path outside the
+                shared folder.
+        """
+        named = answer.get("kv_transfer_params") or {}
+        if "hidden_states_path" not in named:
+            raise InputError(
+                "the server hands out no hidden states: it was not started for that. Pass --serve, or "
+                f"start it with\n{shlex.join(self.server_command)}"
+            )
+        ids = named.get("layer_ids")
+        if ids is not None and list(ids) != list(self.layer_ids):
+            raise InputError(
+                f"the server captures the layers {ids}, this run wants {list(self.layer_ids)}. Pass "
+                f"--layer-ids {' '.join(map(str, ids[:-1]))}, or restart it with\n"
+                f"{shlex.join(self.server_command)}"
+            )
+        return self._inside(Path(named["hidden_states_path"]))
+
+    def _inside(self, path: Path) -> Path:
+        """`path` with its folder resolved, if that is in the shared folder.
+
+        Raises:
+            InputError: otherwise. The server could make us read and delete any file.
+        """
+        shared = self.shared_folder.resolve()
+        real = path.parent.resolve() / path.name
+        if not real.is_relative_to(shared) or path.name in ("", ".", ".."):
+            raise InputError(
+                f"the server names {path}, outside the shared folder {shared}. Start it with "
+                "`shared_storage_path` set to that folder, or pass --shared-folder; other paths are not read."
+            )
+        return real
+
+
+def _wait_until_written(file: Path) -> None:
+    """Sleep until the server lets go of the companion lock; the kernel frees it if the server dies."""
+    lock = file.with_name(file.name + ".lock")
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+    lock.unlink(missing_ok=True)
+
+
+def _predictions(answer: dict[str, Any]) -> torch.Tensor:
+    """[T-1] int64: the server's most likely token after each but the last of the prompt's tokens."""
+    import torch
+
+    choices = answer["choices"][0].get("prompt_logprobs")
+    if not choices:
+        raise InputError(
+            "the server gives no prompt_logprobs, which check the first rows: --no-content-check"
+        )
+    return torch.tensor(
+        [next(int(token) for token, entry in at.items() if entry["rank"] == 1) for at in choices[1:]]
+    )

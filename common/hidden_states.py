@@ -1,0 +1,423 @@
+"""The store of hidden states: one file a row, checked before it counts, in speculators' own form."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from common import atomic_io, log
+from common.errors import StageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from common.verifier import Verifier
+
+_LOG = log.get("hidden_states")
+BYTES_PER_VALUE = 2  # bfloat16
+_BYTES_PER_TOKEN_ID = 8
+_HEADER_BYTES = 256
+
+# bfloat16 keeps 8 bits: logits that differ by less than this part of the largest are equal to a server
+# that computes them in bfloat16, and it may name either token.
+_LOGIT_TOLERANCE = 2**-6
+_POST_NORM_TOLERANCE = 0.02
+_AGREEMENT = 0.9
+
+
+class Damaged(StageError):
+    """States of one row that must not be trained on.
+
+    Attributes:
+        reason: for counting: `unreadable`, `token_ids`, `shape`, `not_finite`, `zero` or `content`.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class DiskFull(StageError):
+    """No space is left for the next file; what was written is whole."""
+
+
+@dataclass(frozen=True)
+class CaptureRow:
+    """One row of the data set whose states are wanted.
+
+    Attributes:
+        index: in the data set.
+        token_ids: [T] int64.
+        loss_mask: [T], nonzero where the token is supervised.
+    """
+
+    index: int
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+Outcome = StageError | None
+Check = Callable[["CaptureRow", "torch.Tensor", "torch.Tensor | None"], None]
+
+
+class Backend(Protocol):
+    """What computes hidden states; one more is one more file."""
+
+    def capture(
+        self, rows: Iterable[CaptureRow], check: Check, *, predict: bool = False
+    ) -> AsyncIterator[tuple[CaptureRow, Outcome]]:
+        """Compute the states of each row and store those that pass.
+
+        Args:
+            rows: longest first, drawn lazily.
+            check: called off the event loop with the row, its states [T, A+1, H] bfloat16 and, with
+                `predict`, the verifier's own most likely next tokens [T-1] int64; where it raises, nothing
+                is stored.
+            predict: let the verifier say what it predicts after each token.
+
+        Yields:
+            The row, and None or the error (with a `reason`) that kept it out.
+
+        Raises:
+            StageError: anything that concerns more than one row.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class HiddenStateStore:
+    """`hs_<row>.safetensors` with `hidden_states [T, A+1, H]` bfloat16 and `token_ids [T]` int64.
+
+    The last of the A+1 states is the last layer's output before the final norm. A file has its name only when
+    it is whole and synced.
+
+    Attributes:
+        folder: usually `RUN/hidden_states`.
+        hidden_size: H.
+        num_aux: A.
+    """
+
+    folder: Path
+    hidden_size: int
+    num_aux: int = 3
+
+    @property
+    def bytes_per_token(self) -> int:
+        """(A+1) x H x 2 B of states and 8 B of token id."""
+        return (self.num_aux + 1) * self.hidden_size * BYTES_PER_VALUE + _BYTES_PER_TOKEN_ID
+
+    @property
+    def formula(self) -> str:
+        """How `bytes_per_token` comes about, for a first screen."""
+        return f"({self.num_aux + 1} states x H {self.hidden_size} x {BYTES_PER_VALUE} B + 8 B of token id)"
+
+    def bytes_of(self, lengths: Mapping[int, int]) -> int:
+        """Bytes on disk of rows with these lengths in tokens."""
+        return sum(lengths.values()) * self.bytes_per_token + len(lengths) * _HEADER_BYTES
+
+    def path(self, row: int) -> Path:
+        """The file of a row of the data set."""
+        return self.folder / f"hs_{row}.safetensors"
+
+    def write(self, row: int, token_ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Write a row: aside, synced, renamed.
+
+        Args:
+            row: index in the data set.
+            token_ids: [T] int64.
+            states: [T, A+1, H] in any floating point; stored as bfloat16.
+
+        Raises:
+            Damaged: `check_form` fails.
+            DiskFull: no space is left.
+        """
+        import torch
+        from safetensors.torch import save_file
+
+        states = states.to(torch.bfloat16).contiguous()
+        self.check_form(token_ids, states)
+        with self._naming_a_full_disk(), atomic_io.staged(self.path(row)) as temporary:
+            save_file({"hidden_states": states, "token_ids": token_ids.contiguous()}, temporary)
+
+    def read(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A row's `token_ids [T]` int64 and `hidden_states [T, A+1, H]` bfloat16.
+
+        Raises:
+            Damaged: the file cannot be read or is not of this form.
+        """
+        return self._load(self.path(row))
+
+    @contextmanager
+    def adopting(self, row: CaptureRow, file: Path) -> Iterator[torch.Tensor]:
+        """Take over a file that a server wrote, without rewriting it where it has our form already.
+
+        It is renamed to a temporary name of ours before it is looked at, so that what was checked is what is
+        kept. Across file systems the rename becomes a copy.
+
+        Args:
+            row: whose states these should be.
+            file: gone afterwards, whether it was taken or not.
+
+        Yields:
+            [T, A+1, H] bfloat16; when the block raises, nothing is kept.
+
+        Raises:
+            Damaged: it cannot be read, holds another row, or `check_form` fails.
+            DiskFull: no space is left.
+        """
+        import torch
+
+        with self._naming_a_full_disk(), self._taken_over(row, file) as mine:
+            token_ids, states = self._load(mine)
+            check_ids(token_ids, row.token_ids)
+            rewrite = states.dtype != torch.bfloat16
+            states = states.to(torch.bfloat16)
+            self.check_form(token_ids, states)
+            yield states
+            if rewrite:
+                self.write(row.index, token_ids, states)
+                return
+            with mine.open("rb") as synced:
+                os.fsync(synced.fileno())
+            mine.rename(self.path(row.index))
+            atomic_io.sync_folder(self.folder)
+
+    @contextmanager
+    def _taken_over(self, row: CaptureRow, file: Path) -> Iterator[Path]:
+        mine = self.path(row.index).with_name(f".{self.path(row.index).name}.{os.getpid()}.tmp")
+        try:
+            shutil.move(file, mine)
+            # Looked at after the move: a link would have been moved as a link.
+            found = mine.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in {
+                os.getuid(),
+                file.parent.stat().st_uid,
+            }:
+                raise StageError(
+                    f"the server named {file}: a link, no regular file, or another user's. Not read."
+                )
+            yield mine
+        except (Damaged, FileNotFoundError) as error:
+            if isinstance(error, Damaged) and error.reason != "unreadable":
+                raise
+            # A server whose write failed leaves half a file or none, and says so only in its own log.
+            if self.free_bytes() < 2 * self.bytes_of({row.index: len(row.token_ids)}):
+                raise OSError(errno.ENOSPC, "the server could not write") from error
+            if isinstance(error, Damaged):
+                raise
+            raise Damaged("unreadable", f"the server named {file}, which is not there") from None
+        finally:
+            mine.unlink(missing_ok=True)
+
+    def check_form(self, token_ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Check shape, dtype, that every value is finite and that no state is all zero.
+
+        Args:
+            token_ids: [T] int64.
+            states: [T, A+1, H] bfloat16.
+
+        Raises:
+            Damaged: with the first position that fails.
+        """
+        import torch
+
+        form = (len(token_ids), self.num_aux + 1, self.hidden_size)
+        if tuple(states.shape) != form or states.dtype != torch.bfloat16 or token_ids.dtype != torch.int64:
+            raise Damaged(
+                "shape",
+                f"hidden_states {list(states.shape)} {states.dtype} and token_ids {list(token_ids.shape)} "
+                f"{token_ids.dtype}; expected {list(form)} torch.bfloat16 and [{form[0]}] torch.int64",
+            )
+        # One pass over the bytes: NaN and infinity show in the extremes, and so does a row of zeros.
+        low, high = torch.aminmax(states, dim=-1)
+        for reason, what, bad in (
+            ("not_finite", "a value is not finite", ~(torch.isfinite(low) & torch.isfinite(high))),
+            ("zero", "all values are zero", (low == 0) & (high == 0)),
+        ):
+            if bool(bad.any()):
+                position, state = bad.nonzero()[0].tolist()
+                raise Damaged(
+                    reason,
+                    f"state {state} at position {position}: {what}, as in {int(bad.sum())} of {bad.numel()}",
+                )
+
+    def done(self, lengths: Mapping[int, int]) -> set[int]:
+        """Rows whose file is there and, by its header, has the row's length and our form.
+
+        Args:
+            lengths: row -> T.
+        """
+        names = {path.name for path in self.folder.glob("hs_*.safetensors")}
+        return {
+            row
+            for row, length in lengths.items()
+            if self.path(row).name in names and self._header_fits(self.path(row), length)
+        }
+
+    def sweep(self) -> None:
+        """Remove temporary files that a killed run left."""
+        for path in self.folder.glob(".hs_*.tmp"):
+            path.unlink()
+
+    def free_bytes(self) -> int:
+        """Free space of the file system that holds the store, or will."""
+        folder = self.folder
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+    def _load(self, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            tensors = load_file(path)
+            return tensors["token_ids"], tensors["hidden_states"]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise Damaged("unreadable", f"{path.name} cannot be read: {error}") from None
+
+    def _header_fits(self, path: Path, length: int) -> bool:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                states, ids = file.get_slice("hidden_states"), file.get_slice("token_ids")
+                return (states.get_dtype(), states.get_shape(), ids.get_shape()) == (
+                    "BF16",
+                    [length, self.num_aux + 1, self.hidden_size],
+                    [length],
+                )
+        except (SafetensorError, OSError):
+            return False
+
+    @contextmanager
+    def _naming_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DiskFull(
+                f"{self.folder}: the disk is full ({log.human_bytes(self.free_bytes())} free). Every file "
+                "that is there is whole: free some space and run the same command again."
+            ) from error
+
+
+def check_ids(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Compare a file's token ids with the row's.
+
+    Raises:
+        Damaged: with the first position that differs.
+    """
+    import torch
+
+    if torch.equal(found, wanted):
+        return
+    if len(found) != len(wanted):
+        raise Damaged("token_ids", f"{len(found)} token ids where the row has {len(wanted)}")
+    position = int((found != wanted).nonzero()[0])
+    raise Damaged(
+        "token_ids",
+        f"token id {int(found[position])} at position {position} where the row has {int(wanted[position])}",
+    )
+
+
+@dataclass(frozen=True)
+class ContentCheck:
+    """Does the last state still say what the verifier said? `argmax(lm_head(norm(state)))` against tokens.
+
+    Measured on SmolLM2: the right state agrees with the server's own prediction at every position, the layer
+    below at 0.41, a state after the final norm at 0.41, a row shifted by one at 0.53.
+
+    Attributes:
+        norm: [H] float32, the final norm's weight.
+        lm_head: [V, H] float32.
+        eps: of the final norm.
+        positions: how many supervised tokens of a row are looked at; 32 cost 1 % of computing the row.
+    """
+
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+    eps: float
+    positions: int = 32
+
+    @classmethod
+    def of(cls, verifier: Verifier) -> ContentCheck:
+        """Read norm and head out of the verifier's shards."""
+        return cls(
+            norm=verifier.tensor("norm").float(),
+            lm_head=verifier.tensor("lm_head").float(),
+            eps=float(getattr(verifier.config, "rms_norm_eps", 1e-6)),
+        )
+
+    def hits(self, row: CaptureRow, states: torch.Tensor) -> tuple[int, int]:
+        """How many of the row's supervised tokens the state before them predicts.
+
+        Args:
+            row: its token ids and loss mask.
+            states: [T, A+1, H] bfloat16.
+
+        Returns:
+            Hits, and tokens looked at: at most `positions`, evenly spread.
+        """
+        import torch
+
+        supervised = row.loss_mask[1:].nonzero()[:, 0]
+        if len(supervised) > self.positions:
+            spread = torch.linspace(0, len(supervised) - 1, self.positions).long()
+            supervised = supervised[spread]
+        best = self._logits(states[supervised, -1]).argmax(-1)
+        return int((best == row.token_ids[1:][supervised]).sum()), len(supervised)
+
+    def compare(self, row: CaptureRow, states: torch.Tensor, predicted: torch.Tensor) -> float:
+        """Compare a row's last states with the verifier's own predictions.
+
+        Args:
+            row: its token ids.
+            states: [T, A+1, H] bfloat16.
+            predicted: [T-1] int64, the verifier's most likely token after each of the first T-1.
+
+        Returns:
+            The share of positions that agree.
+
+        Raises:
+            Damaged: fewer than 90 % do; the message names the likeliest mistake.
+        """
+        last = states[:, -1].float()
+        agreement = self._agreement(last[:-1], predicted)
+        if agreement < _AGREEMENT:
+            shifted = self._agreement(last[1:], predicted), self._agreement(last[:-2], predicted[1:])
+            raise Damaged(
+                "content",
+                f"row {row.index}: norm and lm_head of the last state give the verifier's own next token "
+                f"at {agreement:.0%} of {len(predicted)} positions, expected {_AGREEMENT:.0%} or more. "
+                "A drafter trained on such states learns nothing, without an error. "
+                f"{self._diagnosis(last, shifted)}",
+            )
+        return agreement
+
+    def _diagnosis(self, last: torch.Tensor, shifted: tuple[float, float]) -> str:
+        scale = (last / self.norm).pow(2).mean(-1).sqrt()
+        if bool(((scale - 1).abs() < _POST_NORM_TOLERANCE).float().mean() > _AGREEMENT):
+            return "The states have the final norm applied already; they must be taken before it."
+        if max(shifted) >= _AGREEMENT:
+            return "The states are shifted by one position against the tokens."
+        return "They come from another layer than the last, or from another model than --verifier."
+
+    def _agreement(self, last: torch.Tensor, predicted: torch.Tensor) -> float:
+        logits = self._logits(last)
+        named = logits.gather(1, predicted[:, None])[:, 0]
+        tolerance = logits.abs().amax(-1) * _LOGIT_TOLERANCE
+        return float((named >= logits.amax(-1) - tolerance).float().mean())
+
+    def _logits(self, last: torch.Tensor) -> torch.Tensor:
+        last = last.float()
+        normed = last * (last.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.norm
+        return normed @ self.lm_head.T
