@@ -277,8 +277,8 @@ def _text(value: Any, objects: bool = False) -> str:
         return _unicode("\n".join(part if isinstance(part, str) else part["text"] for part in parts))
     if objects:
         return _dumps(value)
-    kinds = {part.get("type", "object") if isinstance(part, dict) else type(part).__name__ for part in parts}
-    raise Dropped("content_not_text", f"found {', '.join(sorted(map(str, kinds)))}")
+    kinds = [part.get("type", "object") if isinstance(part, dict) else type(part).__name__ for part in parts]
+    raise Dropped("content_not_text", f"found {', '.join(map(str, kinds[:5]))}")
 
 
 def _is_text_part(part: Any) -> bool:
