@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
+import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,28 @@ from common import log
 from common.errors import InputError, StageError
 
 _INTERRUPTED = 130
+_YES_NO = yaml.SafeLoader.bool_values  # yes, no, true, false, on, off
+
+
+class _AsWritten(yaml.SafeLoader):
+    """YAML whose scalars stay text: argparse gives them their types, as on the command line.
+
+    Plain YAML 1.1 reads `thinking: on` as True, `3:00:00` as 10800 and `1e-4` as text; `null` and `<<` stay.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
+        first: [(tag, match) for tag, match in resolvers if tag.endswith((":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value.replace("_", "-") for key, _ in node.value if isinstance(key.value, str)]
+        twice = next((key for key in keys if key != "<<" and keys.count(key) > 1), None)
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{twice!r} is there twice; only the last would count", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
 
 
 def stage_parser(doc: str) -> argparse.ArgumentParser:
@@ -97,19 +120,18 @@ def parse(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> arg
         argv: the real command line, without the program's name.
 
     Raises:
-        InputError: the file is missing, is no YAML mapping, or has a section that no script has.
+        InputError: the file is missing, is no YAML mapping, or has a section or a key that no script has.
         SystemExit: argparse's own checks (code 2), `--help` and `--print-config` (code 0).
     """
     flags = {token.split("=", 1)[0] for token in argv if token.startswith("--")}
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     config = early.parse_known_args(argv)[0].config
-    values = _read_section(config, section) if config else {}
     tokens: list[str] = []
-    for key, value in values.items():
+    for key, value in (_read_section(config, section, parser) if config else {}).items():
         # A list flag would otherwise collect the file's values and the command line's.
         if not {f"--{key}", f"--no-{key}"} & flags:
-            tokens += _tokens(parser, key, value)
+            tokens += _tokens(parser._option_string_actions[f"--{key}"], key, value, f"--config {config}")
     args = parser.parse_args(tokens + argv)
     if args.print_config:
         print(_describe(parser, args, section, {_flag(t) for t in tokens}, flags))
@@ -117,12 +139,14 @@ def parse(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> arg
     return args
 
 
-def _read_section(path: Path, section: str) -> dict[str, Any]:
+def _read_section(path: Path, section: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.load(path.read_text(encoding="utf-8"), _AsWritten)
     except FileNotFoundError:
         raise InputError(f"--config {path}: no such file") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise InputError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--config {path} is not valid YAML: {error}") from None
     if not isinstance(document, dict):
         raise InputError(f"--config {path}: expected one section a script, found {type(document).__name__}")
@@ -136,24 +160,40 @@ def _read_section(path: Path, section: str) -> dict[str, Any]:
     values = document.get(section) or {}
     if not isinstance(values, dict):
         raise InputError(f"--config {path}: section {section!r} must map flags to values")
-    return {str(key).replace("_", "-"): value for key, value in values.items()}
+    values = {str(key).replace("_", "-"): value for key, value in values.items()}
+    flags = {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    for key in values.keys() - (flags - {"config", "help", "print-config"}):
+        near = difflib.get_close_matches(key, flags, n=1)
+        raise InputError(
+            f"--config {path}, section {section!r}: {section}.py has no flag --{key}"
+            + (f"; the nearest is --{near[0]}" if near else "; --help lists them")
+        )
+    return values
 
 
-def _tokens(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]:
+def _tokens(action: argparse.Action, key: str, value: Any, origin: str) -> list[str]:
+    """One key of the file as it would be typed; null and an empty list are as if the key were absent."""
     flag = f"--{key}"
-    if value is None:
+    if value is None or value == []:
         return []
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{key}"]
+    items = value if isinstance(value, list) else [value]
+    nested = next((item for item in items if not isinstance(item, str)), None)
+    if nested is not None:
+        raise InputError(f"{origin}: {key} must be one value or a list of values, found {nested!r} in it")
     if isinstance(value, list):
-        actions = {option: action for action in parser._actions for option in action.option_strings}
-        repeated = flag in actions and actions[flag].nargs is None
-        return [f"{flag}={item}" for item in value] if repeated else [flag, *map(str, value)]
+        if action.nargs is not None:
+            return [flag, *items]
+        if not isinstance(action, argparse._AppendAction):
+            raise InputError(f"{origin}: {key} takes one value, found a list of {len(items)}")
+        return [f"{flag}={item}" for item in items]
+    if isinstance(action, argparse.BooleanOptionalAction) and value.lower() in _YES_NO:
+        return [flag if _YES_NO[value.lower()] else f"--no-{key}"]
     return [f"{flag}={value}"]
 
 
 def _flag(token: str) -> str:
-    return token.split("=", 1)[0].replace("--no-", "--")
+    name = token.split("=", 1)[0]
+    return f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else name
 
 
 def _describe(
@@ -163,6 +203,7 @@ def _describe(
     from_file: set[str],
     flags: set[str],
 ) -> str:
+    """The resolved values as a section that --config reads back."""
     lines = [f"{section}:"]
     given = {_flag(flag) for flag in flags}
     for action in parser._actions:
@@ -170,12 +211,20 @@ def _describe(
             continue
         name = action.option_strings[0]
         source = "flag" if name in given else "file" if name in from_file else "default"
-        value = getattr(args, action.dest)
-        value = os.fspath(value) if isinstance(value, Path) else value
-        value = (
-            [os.fspath(item) if isinstance(item, Path) else item for item in value]
-            if isinstance(value, list)
-            else value
+        value = _plain(getattr(args, action.dest))
+        # Lists stay on the key's line; a mapping of scalars alone would be put in braces by the same style.
+        style = None if isinstance(value, list) else False
+        shown = yaml.safe_dump(
+            {name[2:]: value}, default_flow_style=style, width=float("inf"), allow_unicode=True
         )
-        lines.append(f"  {yaml.safe_dump({name[2:]: value}, default_flow_style=None).strip()}  # {source}")
+        lines.append(f"  {shown.strip()}  # {source}")
     return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    """A parsed value in YAML's types; what a flag reads as JSON is shown as JSON."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
