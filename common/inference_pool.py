@@ -30,6 +30,8 @@ _LOG = log.get("inference_pool")
 _TRIP = 3  # failures in a row, of any request, that open an endpoint's breaker
 _PROBATION = 8  # an endpoint that answered the probe at once gets 1/8 of its load until a request succeeds
 _CONNECT_S = 15.0
+_FIRST_PROBE_S = 0.5  # doubled with each failure in a row
+_LONGEST_PROBE_S = 10.0
 _LONGEST_WAIT_S = 60.0
 _LONGEST_RETRY_AFTER_S = 600.0
 
@@ -336,7 +338,7 @@ class InferencePool:
     async def _await_return(self, endpoint: _Endpoint) -> None:
         """Ask for `/models` until it answers, then put the endpoint back into rotation."""
         first = True
-        wait = 0.5 * 2 ** min(endpoint.failures - _TRIP, 6) if endpoint.failures else 1.0
+        wait = _FIRST_PROBE_S * 2.0 ** min(max(0, endpoint.failures - _TRIP), 6)
         await asyncio.sleep(wait)
         while (error := await _knock(endpoint)) is not None:
             first = False
@@ -348,7 +350,7 @@ class InferencePool:
                     "start the server and run this again to resume."
                 )
                 break
-            await asyncio.sleep(min(wait := wait * 1.5, 10.0))
+            await asyncio.sleep(wait := min(wait * 1.5, _LONGEST_PROBE_S))
         else:
             _LOG.warning("%s is back in rotation", endpoint.url)
             endpoint.down_since = None

@@ -198,3 +198,10 @@ async def _health(_request: web.Request) -> web.Response:
 
 async def _models(_request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [{"id": MODEL, "max_model_len": 2048}]})
+
+
+if __name__ == "__main__":
+    # A process of its own, for measurements: `python -m tests.faulty_server` prints the URL and serves.
+    with FaultyServer() as own:
+        print(own.url, flush=True)
+        threading.Event().wait()
