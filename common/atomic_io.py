@@ -13,9 +13,13 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
+from common import log
 from common.errors import InputError, StageError
 
 LOCK_FILES = (".lock", ".lock-holder")
+# Half a surrogate pair is no UTF-8; as a backslash escape it is good JSON and comes back as it was.
+_SURROGATES = "backslashreplace"
+_LOG = log.get("atomic_io")
 
 
 @contextmanager
@@ -24,9 +28,10 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
     Args:
         path: the final file; its folder is made.
-        mode: `w` or `wb`.
+        mode: `w` (UTF-8) or `wb`.
     """
-    with staged(path) as temporary, temporary.open(mode) as file:
+    text = {} if "b" in mode else {"encoding": "utf-8", "errors": _SURROGATES}
+    with staged(path) as temporary, open(temporary, mode, **text) as file:  # type: ignore[call-overload]
         yield file
 
 
@@ -69,7 +74,7 @@ def read_json(path: Path) -> Any:
         InputError: the file is missing or is not JSON; the message names it.
     """
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -83,11 +88,11 @@ class JsonLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+")
-        self._cut_torn_tail()
+        self._mend_tail()
 
     def append(self, row: dict[str, Any]) -> None:
         """Append one row and hand it to the operating system: it survives SIGKILL of this process."""
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json.dumps(row, ensure_ascii=False).encode(errors=_SURROGATES) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -102,7 +107,7 @@ class JsonLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cut_torn_tail(self) -> None:
+    def _mend_tail(self) -> None:
         end = self._file.seek(0, os.SEEK_END)
         tail = b""
         position = end
@@ -110,13 +115,21 @@ class JsonLog:
             position = max(0, position - 65536)
             self._file.seek(position)
             tail = self._file.read(end - position)
-        keep = position + tail.rfind(b"\n") + 1
-        if keep != end:
-            self._file.truncate(keep)
+        last = tail[tail.rfind(b"\n") + 1 :]
+        if not last:
+            return
+        try:
+            # No proper part of an object is JSON, so what parses is whole.
+            json.loads(last)
+        except ValueError:
+            self._file.truncate(end - len(last))
+        else:
+            self._file.write(b"\n")
+            self._file.flush()
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield each row of a JSON-lines file; a last line without its newline is skipped as torn.
+    """Yield each row of a JSON-lines file; a torn last line is skipped with a warning, blank ones without.
 
     Raises:
         InputError: the file is missing, or a complete line is not a JSON object; the message names the line.
@@ -127,10 +140,13 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise InputError(f"{path}: no such file") from None
     with file:
         for number, line in enumerate(file, start=1):
+            if line.isspace():
+                continue
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 if not line.endswith(b"\n"):
+                    _LOG.warning("%s, line %d is torn (no newline) and is skipped", path, number)
                     return
                 raise InputError(f"{path}, line {number} is not valid JSON: {error}") from None
             if not isinstance(row, dict):
@@ -146,16 +162,18 @@ def locked(folder: Path) -> Iterator[None]:
         StageError: another process holds it; the message says which.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock, holder = (folder / name for name in LOCK_FILES)
+    path, holder = (folder / name for name in LOCK_FILES)
+    lock = FileLock(path, timeout=0)
     try:
-        with FileLock(lock, timeout=0):
-            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}: {' '.join(sys.argv)}")
-            try:
-                yield
-            finally:
-                holder.unlink(missing_ok=True)
+        lock.acquire()
     except Timeout:
         who = holder.read_text() if holder.exists() else "another process"
         raise StageError(
             f"{folder} is locked by {who}. Wait for it, or end it, then run this again."
         ) from None
+    try:
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}: {' '.join(sys.argv)}")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()

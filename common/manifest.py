@@ -1,12 +1,13 @@
 """`manifest.json` of a stage's folder: what it was made from, what later stages must agree on, its counts.
 
 Written last and atomically, so its existence means that the stage completed. While a stage works,
-`.started.json` holds its configuration, so that a rerun with other settings does not mix two data sets.
+`.started.json` holds what is known already, so that a rerun with other settings does not mix two data sets.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sys
 from dataclasses import asdict, dataclass, field
@@ -66,7 +67,7 @@ class Manifest:
         if "read" not in self.counts:
             return
         dropped = self.counts.get("dropped", {})
-        parts = self.counts["written"] + sum(dropped.values()) + self.counts.get("failed", 0)
+        parts = self.counts.get("written", 0) + sum(dropped.values()) + self.counts.get("failed", 0)
         if self.counts["read"] != parts:
             raise StageError(
                 f"{folder}: {self.counts['read']} rows were read but {parts} are accounted for "
@@ -87,12 +88,19 @@ def read(folder: Path, made_by: str) -> Manifest:
     if not (folder / NAME).exists():
         state = "is not finished (no manifest.json)" if folder.exists() else "does not exist"
         raise InputError(f"{folder} {state}. Run `{made_by}` first.")
-    raw = atomic_io.read_json(folder / NAME)
-    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise InputError(
-            f"{folder / NAME}: expected schema {SCHEMA}. Run `{made_by} --overwrite` to rebuild it."
-        )
-    return Manifest(**raw)
+    return _load(folder / NAME, made_by)
+
+
+def _load(path: Path, made_by: str) -> Manifest:
+    raw = atomic_io.read_json(path)
+    try:
+        if raw["schema"] == SCHEMA:
+            return Manifest(**raw)
+    except (KeyError, TypeError):
+        pass
+    raise InputError(
+        f"{path}: expected a manifest of schema {SCHEMA}. Run `{made_by} --overwrite` to rebuild it."
+    )
 
 
 def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bool) -> bool:
@@ -102,7 +110,8 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
         folder: the stage's output folder; made when there is work to do.
         manifest: with `stage`, `config` and `inputs` filled in.
         overwrite: discard what is there.
-        accept_stale: keep finished or begun output although an input changed; the inputs are recorded.
+        accept_stale: keep finished or begun output although an input changed. What is begun records the
+            inputs' names; a finished manifest is left alone, as later stages know it by its fingerprint.
 
     Returns:
         True when the stage has to work, False when its finished output is still right.
@@ -115,20 +124,20 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
     done = folder / NAME
     earlier_path = done if done.exists() else folder / _STARTED
     if earlier_path.exists():
-        earlier = atomic_io.read_json(earlier_path)
-        _refuse_other_config(folder, earlier["config"], manifest)
-        stale = [name for name, mark in manifest.inputs.items() if earlier["inputs"].get(name, mark) != mark]
+        earlier = _load(earlier_path, f"{manifest.stage}.py")
+        _refuse_other_making(folder, earlier, manifest)
+        stale = [name for name, mark in manifest.inputs.items() if earlier.inputs.get(name, mark) != mark]
         if stale and not accept_stale:
             raise InputError(
                 f"{folder} was made from another version of {', '.join(stale)}. Going on would mix both "
                 "without an error. Pass --overwrite to make it again, or --accept-stale to keep it."
             )
-        manifest.accepted_stale += stale
+        manifest.accepted_stale = sorted({*manifest.accepted_stale, *earlier.accepted_stale, *stale})
     if done.exists():
         _LOG.info("%s: already done, nothing to do (--overwrite makes it again)", folder)
         return False
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_io.write_json(folder / _STARTED, {"config": manifest.config, "inputs": manifest.inputs})
+    atomic_io.write_json(folder / _STARTED, asdict(manifest))
     return True
 
 
@@ -153,11 +162,18 @@ def abandon(folder: Path) -> None:
     (folder / _STARTED).unlink(missing_ok=True)
 
 
-def _refuse_other_config(folder: Path, earlier: dict[str, Any], manifest: Manifest) -> None:
+def _refuse_other_making(folder: Path, earlier: Manifest, manifest: Manifest) -> None:
+    if earlier.stage != manifest.stage:
+        raise InputError(
+            f"{folder} was made by {earlier.stage}.py, and {manifest.stage}.py would mix its own output into "
+            "it. Pass --overwrite to replace it, or another --run-dir to keep both."
+        )
+    # As JSON has it: a tuple comes back as a list.
+    config = json.loads(json.dumps(manifest.config))
     changed = [
-        f"--{key.replace('_', '-')} was {earlier.get(key)!r}, now {value!r}"
-        for key, value in manifest.config.items()
-        if earlier.get(key) != value
+        f"--{key.replace('_', '-')} was {earlier.config.get(key)!r}, now {value!r}"
+        for key, value in config.items()
+        if earlier.config.get(key) != value
     ]
     if changed:
         raise InputError(
@@ -207,7 +223,12 @@ def fingerprint(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     if (path / NAME).exists():
         return fingerprint(path / NAME)
-    listing = sorted((str(p.relative_to(path)), p.stat().st_size) for p in path.rglob("*") if p.is_file())
+    listing = sorted(
+        (str(p.relative_to(path)), p.stat().st_size)
+        for p in path.rglob("*")
+        # Locks and temporary files come and go.
+        if p.is_file() and not p.name.startswith(".")
+    )
     return fingerprint_of(listing)
 
 
