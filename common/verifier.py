@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from common import manifest
+from common import atomic_io, manifest
 from common.errors import InputError
 
 if TYPE_CHECKING:
+    import safetensors
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 TensorName = Literal["embed_tokens", "lm_head", "norm"]
 
-# Suffixes: multimodal verifiers nest the language model (Kimi-K2.5: `language_model.model.norm.weight`).
+# Suffixes: multimodal verifiers nest the language model (Kimi-K2.5: `language_model.model.norm.weight`,
+# Qwen3-VL: `model.language_model.norm.weight`).
 _SUFFIXES: dict[TensorName, tuple[str, ...]] = {
     "embed_tokens": ("model.embed_tokens.weight", "embed_tokens.weight"),
     "lm_head": ("lm_head.weight",),
-    "norm": ("model.norm.weight",),
+    "norm": ("model.norm.weight", "language_model.norm.weight"),
 }
 
 
@@ -85,15 +88,19 @@ class Verifier:
         Raises:
             InputError: the folder or repository has no readable config.
         """
+        return getattr(self._outer_config, "text_config", self._outer_config)
+
+    @cached_property
+    def _outer_config(self) -> PretrainedConfig:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         try:
-            outer = AutoConfig.from_pretrained(
+            return AutoConfig.from_pretrained(
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise InputError(f"--verifier {self.name}: its config cannot be read: {error}") from error
-        return getattr(outer, "text_config", outer)
 
     @property
     def hidden_size(self) -> int:
@@ -128,10 +135,12 @@ class Verifier:
             tokenizer = AutoTokenizer.from_pretrained(
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             raise InputError(f"--verifier {self.name}: its tokenizer cannot be loaded: {error}") from error
         for expectation in self.expected_tokens:
             text, _, wanted = expectation.rpartition("=")
+            if not text or not wanted.isdecimal():
+                raise InputError(f"--expect-token {expectation}: expected TEXT=ID, e.g. '<|im_end|>=163586'")
             found = tokenizer.convert_tokens_to_ids(text)
             if str(found) != wanted:
                 raise InputError(
@@ -149,7 +158,8 @@ class Verifier:
         try:
             ids = GenerationConfig.from_pretrained(self.name, revision=self.revision or "main").eos_token_id
         except OSError:
-            ids = self.config.eos_token_id
+            ids = None
+        ids = self.config.eos_token_id if ids is None else ids
         found = set(ids if isinstance(ids, list) else [ids]) | {self.tokenizer.eos_token_id}
         return sorted(found - {None})
 
@@ -170,17 +180,16 @@ class Verifier:
             name: `embed_tokens` [V, H], `lm_head` [V, H] (the embedding where tied) or `norm` [H].
 
         Raises:
-            InputError: no shard has it, or its shape does not fit the config.
+            InputError: no shard has it, a shard is missing or damaged, or its shape does not fit the config.
         """
-        from safetensors import safe_open
-
         found = self._find(name)
-        if found is None and name == "lm_head":
+        if found is None and name == "lm_head" and self._is_tied:
             return self.tensor("embed_tokens")
         if found is None:
-            raise InputError(f"{self.name}: no tensor ends in {' or '.join(_SUFFIXES[name])}")
+            tie = ", and its config does not tie lm_head to the embedding" if name == "lm_head" else ""
+            raise InputError(f"{self.name}: no tensor ends in {' or '.join(_SUFFIXES[name])}{tie}")
         key, file = found
-        with safe_open(self._file(file), framework="pt") as shard:
+        with self._shard(file) as shard:
             tensor = shard.get_tensor(key)
         wanted = (self.hidden_size,) if name == "norm" else (self.vocab_size, self.hidden_size)
         if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
@@ -189,6 +198,12 @@ class Verifier:
                 f"expected {list(wanted)} in floating point"
             )
         return tensor
+
+    @property
+    def _is_tied(self) -> bool:
+        """By either config: a multimodal one may say it outside of its `text_config`."""
+        configs = (self.config, self._outer_config)
+        return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 
     def _find(self, name: TensorName) -> tuple[str, str] | None:
         for suffix in _SUFFIXES[name]:
@@ -201,19 +216,33 @@ class Verifier:
     @cached_property
     def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard file, from the index or from the single file."""
-        from safetensors import safe_open
-
         index = self._file("model.safetensors.index.json", optional=True)
-        if index is not None:
-            return json.loads(index.read_text())["weight_map"]
-        single = self._file("model.safetensors")
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), "model.safetensors")
+        if index is None:
+            with self._shard("model.safetensors") as shard:
+                return dict.fromkeys(shard.keys(), "model.safetensors")
+        try:
+            return atomic_io.read_json(index)["weight_map"]
+        except (KeyError, TypeError):
+            raise InputError(f"{index} has no weight_map: download it again") from None
+
+    @contextmanager
+    def _shard(self, name: str) -> Iterator[safetensors.safe_open]:
+        import safetensors
+
+        file = self._file(name)
+        try:
+            with safetensors.safe_open(file, framework="pt") as shard:
+                yield shard
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{file} is damaged: {error}. Download it again.") from None
 
     def _file(self, name: str, optional: bool = False) -> Path | None:
         from transformers.utils import cached_file
 
-        found = cached_file(
-            self.name, name, revision=self.revision, _raise_exceptions_for_missing_entries=not optional
-        )
+        try:
+            found = cached_file(
+                self.name, name, revision=self.revision, _raise_exceptions_for_missing_entries=not optional
+            )
+        except OSError as error:
+            raise InputError(f"--verifier {self.name}: {name} cannot be had: {error}") from None
         return Path(found) if found else None
