@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from common import atomic_io, log
 from common.errors import InputError
 
 _LOG = log.get("checkpoint")
-_WEIGHTS = (
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-)
+# The first kind that a folder has counts; a second would be the same head once more.
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 # Written beside a head by its trainer; never weights.
 _IGNORED = ("training_state", "optimizer", "scheduler", "rng_state", "trainer_state", "training_args")
 _SAFETENSORS_DTYPES = {
@@ -34,9 +31,14 @@ _SAFETENSORS_DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
 }
 
 
@@ -104,7 +106,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+    patterns = ["*.json", *(f"*{suffix}" for suffix in _SUFFIXES)]
     ignored = [f"*{stem}*" for stem in _IGNORED]
     try:
         return Path(
@@ -118,26 +120,26 @@ def _download(name: str, revision: str | None) -> Path:
 
 def _weight_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
     """The weight files of a folder (the shards of an index, where there is one), and what was left alone."""
-    ignored: list[str] = []
-    for pattern in _WEIGHTS:
-        hits = sorted(folder.glob(pattern))
-        ignored += [p.name for p in hits if p.name.startswith(_IGNORED)]
-        hits = [p for p in hits if not p.name.startswith(_IGNORED)]
-        if hits and pattern.endswith("index.json"):
-            shards = sorted(set(atomic_io.read_json(hits[0])["weight_map"].values()))
-            missing = [shard for shard in shards if not (folder / shard).exists()]
-            if missing:
-                raise InputError(
-                    f"{hits[0]} names the shard {missing[0]}, which is not there: download it again"
-                )
-            return [folder / shard for shard in shards], tuple(ignored)
-        if hits:
-            # A second format beside the first would be the same head once more.
-            ignored += [
-                p.name for other in ("*.bin", "*.pt") for p in sorted(folder.glob(other)) if p not in hits
-            ]
-            return hits, tuple(dict.fromkeys(ignored))
-    return [], tuple(ignored)
+    every = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+    candidates = [path for path in every if not path.name.startswith(_IGNORED)]
+    index = next((folder / name for name in _INDEXES if (folder / name).exists()), None)
+    if index:
+        chosen = _shards(index)
+    else:
+        kind = next((suffix for suffix in _SUFFIXES if any(p.suffix == suffix for p in candidates)), None)
+        chosen = [path for path in candidates if path.suffix == kind]
+    return chosen, tuple(path.name for path in every if path not in chosen)
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(atomic_io.read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError):
+        raise InputError(f"{index} has no weight_map: download it again") from None
+    missing = [name for name in names if not (index.parent / name).exists()]
+    if missing:
+        raise InputError(f"{index} names the shard {missing[0]}, which is not there: download it again")
+    return [index.parent / name for name in names]
 
 
 def _read(files: list[Path], folder: Path, origin: str, ignored: tuple[str, ...]) -> Checkpoint:
@@ -152,6 +154,8 @@ def _read(files: list[Path], folder: Path, origin: str, ignored: tuple[str, ...]
         tensors |= found
     config_path = folder / "config.json"
     config = atomic_io.read_json(config_path) if config_path.exists() else {}
+    if not isinstance(config, dict):
+        raise InputError(f"{config_path}: expected an object, found {type(config).__name__}")
     return Checkpoint(origin, tensors, config, ignored)
 
 
@@ -170,19 +174,18 @@ def _safetensors(file: Path) -> dict[str, StoredTensor]:
                 key: StoredTensor(tuple(s.get_shape()), _SAFETENSORS_DTYPES[s.get_dtype()], reader(key))
                 for key, s in slices.items()
             }
-    except Exception as error:
+    except SafetensorError as error:
         raise InputError(f"{file} is no readable safetensors file: {error}. Download it again.") from None
 
 
 def _torch_file(file: Path) -> dict[str, StoredTensor]:
-    import pickle
-
     try:
-        loaded = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+        # torch before 1.6 wrote no zip file, which alone can be mapped into memory.
+        loaded = torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise InputError(
             f"{file} is damaged or holds more than tensors, and nothing is unpickled here: "
-            f"{str(error).splitlines()[0]} Convert it to safetensors where you trust it."
+            f"{str(error).partition(chr(10))[0]} Convert it to safetensors where you trust it."
         ) from None
     # Trainers save either the tensors themselves or one dictionary around them.
     for wrapper in ("state_dict", "model_state_dict", "model"):
@@ -190,12 +193,14 @@ def _torch_file(file: Path) -> dict[str, StoredTensor]:
             loaded = loaded[wrapper]
     if not isinstance(loaded, dict):
         raise InputError(f"{file}: expected a dictionary of tensors, found {type(loaded).__name__}")
-    as_tensors = {
-        key: torch.as_tensor(value) for key, value in loaded.items() if isinstance(value, list | torch.Tensor)
-    }
-    others = loaded.keys() - as_tensors.keys()
-    if others:
-        raise InputError(
-            f"{file}: {min(others)!r} is a {type(loaded[min(others)]).__name__}, expected a tensor"
-        )
-    return {key: StoredTensor.of(tensor) for key, tensor in as_tensors.items()}
+    return {key: StoredTensor.of(_as_tensor(key, value, file)) for key, value in loaded.items()}
+
+
+def _as_tensor(key: object, value: object, file: Path) -> torch.Tensor:
+    """A tensor as it is; a list of numbers too, as some trainers save d2t."""
+    try:
+        if isinstance(key, str) and isinstance(value, list | torch.Tensor):
+            return torch.as_tensor(value)
+    except (TypeError, ValueError):
+        pass
+    raise InputError(f"{file}: {key!r} is a {type(value).__name__}, expected a tensor")

@@ -82,7 +82,7 @@ class DraftVocab:
         Raises:
             InputError: a file is missing or damaged, or the two contradict each other.
         """
-        d2t, t2d = _read_array(folder / "d2t.npy"), _read_array(folder / "t2d.npy")
+        d2t, t2d = read_array(folder / "d2t.npy"), read_array(folder / "t2d.npy")
         source = read_dialect(d2t, t2d, rows=len(d2t), vocab_size=len(t2d), origin=str(folder))
         if not source.is_canonical:
             raise InputError(
@@ -170,8 +170,8 @@ def read_dialect(
         The canonical vocabulary, and the order that sorts the checkpoint's rows into it.
 
     Raises:
-        InputError: rows and entries differ in number, the two maps contradict each other, or there is
-            no map although D < V.
+        InputError: rows and entries differ in number, d2t is not of integers, the two maps contradict each
+            other, there is no map although D < V, or it could be read both ways.
     """
     mask = None if t2d is None else np.asarray(t2d).astype(bool).ravel()
     if mask is not None and len(mask) != vocab_size:
@@ -182,14 +182,20 @@ def read_dialect(
         )
     if d2t is None:
         return _without_d2t(mask, rows, vocab_size, origin)
-    table = np.asarray(d2t, dtype=np.int64).ravel()
+    table = np.asarray(d2t).ravel()
+    if not np.issubdtype(table.dtype, np.integer):
+        raise InputError(
+            f"{origin}: d2t is of type {table.dtype}, expected integers: floating point rounds large token "
+            "ids without an error. Use the d2t of the head as it was trained."
+        )
+    table = table.astype(np.int64)
     if len(table) != rows:
         raise InputError(
             f"{origin}: lm_head has {rows} rows but d2t has {len(table)} entries. Loading would pair rows "
             "with wrong tokens and acceptance would fall without an error. Use the d2t that was saved with "
             "this head."
         )
-    if rows == vocab_size and not table.any():
+    if rows == vocab_size and not table.any() and _names_all(mask):
         return SourceMap(DraftVocab.full(vocab_size), np.arange(rows), "full vocabulary, all-zero d2t")
     if not table.any() and mask is None:
         raise InputError(
@@ -205,7 +211,7 @@ def read_dialect(
 
 
 def _without_d2t(mask: NDArray[np.bool_] | None, rows: int, vocab_size: int, origin: str) -> SourceMap:
-    if rows == vocab_size and (mask is None or mask.all()):
+    if rows == vocab_size and _names_all(mask):
         return SourceMap(DraftVocab.full(vocab_size), np.arange(rows), "full vocabulary, no map")
     if mask is not None and int(mask.sum()) == rows:
         return SourceMap(DraftVocab(np.flatnonzero(mask), vocab_size), np.arange(rows), "t2d only, ascending")
@@ -228,15 +234,25 @@ def _tokens_of(table: Ids, mask: NDArray[np.bool_] | None, vocab_size: int, orig
                 "saved with this head."
             )
         valid = agreeing
-    elif len(valid) == 2 and (np.diff(table) >= 1).all():
+    elif len(valid) == 2:
         # Read as offsets, a strictly rising table would mean that no two neighbouring ids are both in.
         valid.pop("offsets")
+        if (np.diff(table) < 1).any():
+            raise InputError(
+                f"{origin}: d2t can be read as offsets and as absolute ids, and there is no t2d to decide. A "
+                "guess could pair rows with wrong tokens without an error. Add the head's t2d."
+            )
     for kind, tokens in valid.items():
         return tokens, kind
     raise InputError(
         f"{origin}: d2t is no map, neither as offsets nor as absolute ids: tokens repeat or leave the "
         f"vocabulary of {vocab_size}. Use the d2t that was saved with this head."
     )
+
+
+def _names_all(mask: NDArray[np.bool_] | None) -> bool:
+    """Whether t2d leaves no token out; trainers of full-vocabulary heads may save it never filled."""
+    return mask is None or bool(mask.all()) or not mask.any()
 
 
 def _is_map(tokens: Ids, vocab_size: int) -> bool:
@@ -247,12 +263,17 @@ def _same_set(tokens: Ids, mask: NDArray[np.bool_]) -> bool:
     return int(mask.sum()) == len(tokens) and bool(mask[tokens].all())
 
 
-def _read_array(path: Path) -> NDArray[Any]:
+def read_array(path: Path) -> NDArray[Any]:
+    """Read an array that 02 wrote.
+
+    Raises:
+        InputError: the file is missing, damaged, or would need unpickling.
+    """
     try:
         return np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file. Run 02_build_vocab_map.py first.") from None
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise InputError(
             f"{path} is no plain array: {error}. Run 02_build_vocab_map.py --overwrite."
         ) from None
