@@ -123,6 +123,9 @@ def main(args: argparse.Namespace) -> int:
     vllm_server.check(args)
     drafters = named_drafters(args)
     files = read_files(args)
+    jobs = plan(args, drafters, files)
+    if args.endpoint:
+        require_server(read_counters(args.endpoint), jobs[0].drafter, jobs[0].k)
     inherited = inherited_facts(args.run_dir, drafters)
     model = verifier.from_args(args, inherited=inherited)
     thinking = manifest.settle(
@@ -131,12 +134,8 @@ def main(args: argparse.Namespace) -> int:
     settings = {"max_tokens": args.max_tokens, "max_prompts": args.max_prompts, "thinking": thinking}
     record = manifest.Manifest(
         stage="05_evaluate",
-        config={
-            "verifier": model.name,
-            "revision": model.revision,
-            "server_args": args.server_args,
-            **settings,
-        },
+        config={"verifier": model.name, "revision": model.revision, "server_args": args.server_args}
+        | settings,
         inputs={f"prompts {file.name}": file.fingerprint for file in files}
         | {f"drafter {drafter.name}": drafter.fingerprint for drafter in drafters},
         facts={**model.facts(), "thinking": thinking},
@@ -145,17 +144,12 @@ def main(args: argparse.Namespace) -> int:
     with atomic_io.locked(folder):
         done = not manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
         runs = read_runs(folder / "runs.jsonl", drafters, args.accept_stale)
-        jobs = missing(plan(args, drafters, files), runs)
+        jobs = missing(jobs, runs)
         if done and jobs:
-            _LOG.info("this call asks for %d more runs; they are added", len(jobs))
-            manifest.reopen(folder)
-            manifest.begin(folder, record, overwrite=False, accept_stale=args.accept_stale)
+            reopen(folder, record, len(jobs))
         if jobs or not done:
             announce(jobs, args.max_tokens)
-            with atomic_io.JsonLog(folder / "runs.jsonl") as kept:
-                for run in measure_all(args, model, jobs, thinking, folder):
-                    kept.append(run.to_row())
-                    runs.append(run)
+            measure_into(runs, args, model, jobs, thinking, folder)
             found = evaluation.results(
                 runs,
                 drafters=[drafter.name for drafter in drafters],
@@ -165,8 +159,7 @@ def main(args: argparse.Namespace) -> int:
             )
             write_report(folder, found)
             require_acceptance(found, args.min_acceptance_length)
-            answered = sum(len(run.answers) for run in runs)
-            refused = sum(run.refused for run in runs)
+            answered, refused = sum(len(run.answers) for run in runs), sum(run.refused for run in runs)
             record.counts = {"read": answered + refused, "written": answered, "failed": refused}
             record.write(folder)
         print((folder / "report.md").read_text())
@@ -292,6 +285,14 @@ def missing(jobs: list[Job], runs: list[Run]) -> list[Job]:
     return [job for job in jobs if job.key not in finished]
 
 
+def reopen(folder: Path, record: manifest.Manifest, count: int) -> None:
+    """Add to a finished evaluation: what it was made from stays in the manifest."""
+    _LOG.info("%s: %d runs of this call are new and are added", folder, count)
+    record.inputs = {**manifest.read(folder, "05_evaluate.py").inputs, **record.inputs}
+    manifest.reopen(folder)
+    manifest.begin(folder, record, overwrite=False, accept_stale=True)
+
+
 def announce(jobs: list[Job], max_tokens: int) -> None:
     servers = len({(job.drafter, job.k) for job in jobs})
     prompts = sum(len(job.file.prompts) for job in jobs)
@@ -302,6 +303,20 @@ def announce(jobs: list[Job], max_tokens: int) -> None:
 
 # ----------------------------------------------------------------------------------------------------------
 # Measuring
+
+
+def measure_into(
+    runs: list[Run], args: argparse.Namespace, model: Verifier, jobs: list[Job], thinking: str, folder: Path
+) -> None:
+    """Measure the jobs; each finished run is appended to `runs` and to runs.jsonl."""
+    try:
+        with atomic_io.JsonLog(folder / "runs.jsonl") as kept:
+            for run in measure_all(args, model, jobs, thinking, folder):
+                kept.append(run.to_row())
+                runs.append(run)
+    finally:
+        if not runs:
+            manifest.abandon(folder)
 
 
 def measure_all(

@@ -166,6 +166,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
         runs = [run for run in found["runs"] if run["prompts"] == prompts and run["drafter"] is not None]
         _plot_positions(axes[0, column], runs, evaluation.label(prompts))
         _plot_speed_up(axes[1, column], runs)
+    # Once, after all columns: a limit set earlier would end the shared autoscaling.
+    axes[0, 0].set_ylim(bottom=0)
     with atomic_io.replacing(path, "wb") as file:
         figure.savefig(file, format="png", dpi=120)
 
@@ -186,7 +188,6 @@ def _plot_positions(axis: Any, runs: list[dict[str, Any]], title: str) -> None:
         axis.errorbar(range(len(shares)), shares, yerr=bars, marker="o", capsize=3, label=name)
     axis.set(title=title, xlabel="draft position", ylabel="accepted up to here (share of drafts)")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set_ylim(bottom=0)
     if runs:
         axis.legend(title="acceptance length")
 
