@@ -1,0 +1,357 @@
+"""Runs dataset/ through the verifier, keeps its hidden states -> hidden_states/hs_<row>.safetensors.
+
+Kimi-K2.5 on eight GPUs, vLLM started here and stopped at the end:
+  python 03_capture_hidden.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --serve
+a server that runs already (two of them: repeat --endpoint); the first command prints the line that starts it:
+  python 03_capture_hidden.py --run-dir runs/kimi --verifier moonshotai/Kimi-K2.5 --print-server
+  python 03_capture_hidden.py --run-dir runs/kimi --endpoint http://127.0.0.1:8000/v1
+a minute on a laptop CPU, without a server:
+  python 03_capture_hidden.py --run-dir runs/demo --backend transformers
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from common import atomic_io, cli, log, manifest, verifier, vllm_server
+from common.capture import Capture, Rows, verify
+from common.errors import InputError
+from common.hidden_states import Backend, ContentCheck, HiddenStateStore
+from common.inference_pool import InferencePool
+
+STAGE = Path(__file__).stem
+_LOG = log.get(STAGE)
+_INCOMING = ".incoming"
+_OUTAGE_S = 900.0
+_MANAGED_OUTAGE_S = 10.0  # a server that this stage started does not come back by itself
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.stage_parser(__doc__)
+    verifier.add_arguments(parser)
+    vllm_server.add_arguments(parser)
+    flag = argparse.BooleanOptionalAction
+
+    rows = parser.add_argument_group("Rows")
+    rows.add_argument(
+        "--dataset", type=Path, metavar="FOLDER", help="rows in speculators' format; default: RUN_DIR/dataset"
+    )
+    rows.add_argument(
+        "--max-failure-rate",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="stop where a larger share (0 to 1) of the rows fails",
+    )
+
+    states = parser.add_argument_group("States")
+    states.add_argument(
+        "--layer-ids",
+        type=int,
+        nargs="+",
+        metavar="ID",
+        help="three aux layers, id L = output after L of the N layers; N itself is always added; "
+        "default: what the stage before recorded, else 2, N//2, N-3",
+    )
+    states.add_argument(
+        "--backend", choices=("vllm", "transformers"), default="vllm", help="what computes the states"
+    )
+    states.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the computation, for --backend transformers; default: float32 (stored is always bfloat16)",
+    )
+    states.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="rows x longest row of one batch, for --backend transformers",
+    )
+
+    load = parser.add_argument_group("Load")
+    load.add_argument(
+        "--concurrency", type=int, default=32, metavar="N", help="requests in flight for each endpoint"
+    )
+    load.add_argument(
+        "--shared-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="the only folder that files of an --endpoint are taken from; best on the run folder's file "
+        "system, else each file is copied; default: RUN_DIR/hidden_states/.incoming",
+    )
+    load.add_argument(
+        "--max-disk", type=float, metavar="GB", help="largest size of hidden_states/ (10^9 bytes)"
+    )
+
+    checks = parser.add_argument_group("Checks")
+    checks.add_argument(
+        "--content-check",
+        action=flag,
+        default=True,
+        help="compare what the last states predict with what the verifier predicts",
+    )
+    checks.add_argument(
+        "--verify", action=flag, default=False, help="read a finished store again, check every file, and stop"
+    )
+    checks.add_argument(
+        "--print-server",
+        action=flag,
+        default=False,
+        help="show the vLLM command that --endpoint needs, and stop",
+    )
+    return parser
+
+
+@cli.stage(build_parser)
+def main(args: argparse.Namespace) -> int:
+    _refuse_contradictions(args)
+    plan = Plan.settle(args)
+    if args.print_server:
+        print(shlex.join(plan.server_command))
+        return 0
+    if args.verify:
+        made = manifest.read(plan.store.folder, f"{STAGE}.py")
+        verify(plan.rows, plan.store, plan.content, made.counts)
+        return 0
+    config = {"verifier": plan.model.name, "layer_ids": plan.layer_ids, "backend": args.backend}
+    record = manifest.Manifest(
+        stage=STAGE,
+        config=config | {"dtype": args.dtype},
+        inputs={"dataset": manifest.fingerprint(plan.source)},
+        facts=plan.facts,
+    )
+    folder = plan.store.folder
+    with atomic_io.locked(folder):
+        _require_space(plan)
+        working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
+        todo = sorted(plan.rows.lengths.keys() - plan.store.done(plan.rows.lengths))
+        if not working:
+            if not todo:
+                return 0
+            manifest.reopen(folder)
+        plan.store.sweep()
+        _LOG.info("rows: %d = %d there + %d to do", len(plan.rows), len(plan.rows) - len(todo), len(todo))
+        capture = Capture(plan.rows, plan.store, plan.content if todo else None, args.max_failure_rate)
+        if todo:
+            with _backend(plan) as backend:
+                asyncio.run(capture.run(backend, todo))
+        record.counts = capture.counts()
+        record.write(folder)
+        _LOG.info("%s: %d rows, %s", folder, len(plan.rows), log.human_bytes(record.counts["bytes"]))
+    return 0
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    if args.backend == "transformers":
+        if args.endpoint:
+            raise InputError("--backend transformers computes in this process: leave out --endpoint")
+        return
+    if args.dtype:
+        raise InputError("--dtype is for --backend transformers; vLLM's is --server-args '--dtype bfloat16'")
+    if re.search(r"(--pipeline[-_]parallel[-_]size|-pp)[ =]?([2-9]|1\d)", args.server_args):
+        raise InputError(
+            "--server-args asks for pipeline parallelism: the layers of one row would lie in several "
+            "processes, and vLLM hands out states of one of them. Use --tensor-parallel-size."
+        )
+    if not (args.print_server or args.verify):
+        vllm_server.check(args)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What flags and the stage before have settled; nothing of it changes while the stage works.
+
+    Attributes:
+        source: the data set's folder.
+        inherited: facts of the stage that made it; none for a data set of speculators' own.
+        layer_ids: the three aux ids.
+    """
+
+    args: argparse.Namespace
+    source: Path
+    inherited: dict[str, Any]
+    rows: Rows
+    model: verifier.Verifier
+    layer_ids: list[int]
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace) -> Plan:
+        """Read the data set's and the verifier's outlines; nothing is written."""
+        source = args.dataset or args.run_dir / "dataset"
+        rows = Rows.load(source)
+        made = (source / manifest.NAME).exists()
+        facts = manifest.read(source, "01b_generate_synthetic.py").facts if made else {}
+        model = verifier.from_args(args, facts)
+        return cls(args, source, facts, rows, model, _layer_ids(args, facts, model))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What training must agree on."""
+        return {
+            **self.inherited,
+            **self.model.facts(),
+            "layer_ids": self.layer_ids,
+            "final_layer_id": self.model.num_layers,
+            "pre_norm": True,
+            "dtype": "bfloat16",
+            "backend": self.args.backend,
+        }
+
+    @property
+    def all_ids(self) -> list[int]:
+        """The four states of a file: the three, and the last layer's before the final norm."""
+        return [*self.layer_ids, self.model.num_layers]
+
+    @cached_property
+    def store(self) -> HiddenStateStore:
+        """What is filled."""
+        return HiddenStateStore(self.args.run_dir / "hidden_states", self.model.hidden_size)
+
+    @property
+    def content(self) -> ContentCheck | None:
+        """The verifier's norm and head, where they are wanted."""
+        return ContentCheck.of(self.model) if self.args.content_check else None
+
+    @property
+    def shared_folder(self) -> Path:
+        """Where the server writes: beside the store, so that taking a file over is a rename."""
+        return self.args.shared_folder or self.store.folder / _INCOMING
+
+    @property
+    def server_args(self) -> list[str]:
+        """vLLM's flags for this capture, and the user's own after them."""
+        return [
+            *vllm_server.capture_args(self.layer_ids, self.model.num_layers, self.shared_folder),
+            # The longest row and the one token that a completion must generate.
+            *("--max-model-len", str(self.rows.longest + 1)),
+            *shlex.split(self.args.server_args),
+        ]
+
+    @property
+    def server_command(self) -> list[str]:
+        """What starts such a server by hand."""
+        return vllm_server.command(self.model, self.server_args, self.args.port or 8000)
+
+
+def _layer_ids(args: argparse.Namespace, facts: dict[str, Any], model: verifier.Verifier) -> list[int]:
+    """Settle the three aux ids and refuse those that would be captured as something else than meant."""
+    last = model.num_layers
+    ids = manifest.settle(
+        "layer ids", flag=args.layer_ids, inherited=facts.get("layer_ids"), default=model.default_layer_ids
+    )
+    counted = (
+        f"Ids count as in vLLM: id L is the output after L of the verifier's {last} layers. SpecForge, "
+        "TorchSpec and SGLang count from 0: add one to each of theirs."
+    )
+    if last in ids:
+        raise InputError(f"--layer-ids {ids}: {last}, the last layer, is always captured beside the three")
+    if len(ids) != 3 or ids != sorted(set(ids)):
+        raise InputError(f"--layer-ids {ids}: expected three different ids in ascending order. {counted}")
+    if ids[0] < 1 or ids[-1] >= last:
+        raise InputError(f"--layer-ids {ids}: expected ids from 1 to {last - 1}. {counted}")
+    if ids == [layer - 1 for layer in model.default_layer_ids]:
+        _LOG.warning("layer ids: %s look as if they were counted from 0. %s", ids, counted)
+    return ids
+
+
+def _require_space(plan: Plan) -> None:
+    """Print what the states will take, and refuse a run that cannot end before anything is computed.
+
+    Raises:
+        InputError: the file system or --max-disk has less room.
+    """
+    store, lengths, args, size = plan.store, plan.rows.lengths, plan.args, log.human_bytes
+    whole = store.bytes_of(lengths)
+    there = store.bytes_of({row: lengths[row] for row in store.done(lengths)})
+    free = store.free_bytes() + (there if args.overwrite else 0)
+    missing = whole - (0 if args.overwrite else there)
+    _LOG.info(
+        "disk: %s tokens x %s = %s, %s of it there; %s free at %s",
+        *(log.human_count(sum(lengths.values())), store.formula, size(whole), size(whole - missing)),
+        *(size(free), store.folder),
+    )
+    mend = "take fewer rows (01_prepare_data.py --max-samples)"
+    if missing > free:
+        raise InputError(
+            f"{store.folder}: {size(missing)} are still to be written and {size(free)} are free. Free some "
+            f"space, put --run-dir on a larger file system, or {mend}."
+        )
+    if args.max_disk is not None and whole > args.max_disk * 1e9:
+        raise InputError(
+            f"{store.folder}: {size(whole)} are needed, --max-disk allows {size(args.max_disk * 1e9)}. Raise "
+            f"it, or {mend}."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------
+# Backends
+
+
+@contextmanager
+def _backend(plan: Plan) -> Iterator[AbstractAsyncContextManager[Backend]]:
+    """What computes the states, to be entered in an event loop; a managed server lives in the block."""
+    args = plan.args
+    if args.backend == "transformers":
+        import torch
+
+        from common.capture_transformers import TransformersBackend
+
+        dtype = getattr(torch, args.dtype or "float32")
+        yield nullcontext(TransformersBackend(plan.model, plan.store, plan.all_ids, dtype, args.batch_tokens))
+        return
+    _require_positions(plan)
+    shared = plan.shared_folder
+    if args.serve:
+        # Left by a run that was killed; what a server that runs already writes is its own business.
+        shutil.rmtree(shared, ignore_errors=True)
+    shared.mkdir(parents=True, exist_ok=True)
+    if shared.stat().st_dev != plan.store.folder.stat().st_dev:
+        _LOG.warning("%s is on another file system than the run: files are copied, not renamed", shared)
+    with vllm_server.serving(
+        args, plan.model, plan.server_args, args.run_dir / "logs" / f"{STAGE}.log"
+    ) as urls:
+        yield _vllm(plan, urls)
+    if args.serve:
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _vllm(plan: Plan, urls: list[str]) -> AsyncIterator[Backend]:
+    from common.capture_vllm import VllmBackend
+
+    outage_s = _MANAGED_OUTAGE_S if plan.args.serve else _OUTAGE_S
+    async with InferencePool(urls, concurrency=plan.args.concurrency, outage_s=outage_s) as pool:
+        served = {entry["id"]: entry.get("max_model_len") for entry in await pool.models()}
+        name = plan.model.name if plan.model.name in served else next(iter(served), plan.model.name)
+        if (limit := served.get(name)) is not None and limit <= plan.rows.longest:
+            raise InputError(
+                f"the server takes {limit} tokens (--max-model-len), the longest row has {plan.rows.longest} "
+                f"and one more is generated. Start it with\n{shlex.join(plan.server_command)}"
+            )
+        yield VllmBackend(pool, name, plan.store, plan.shared_folder, plan.all_ids, plan.server_command)
+
+
+def _require_positions(plan: Plan) -> None:
+    positions = getattr(plan.model.config, "max_position_embeddings", None)
+    if positions is not None and plan.rows.longest >= positions:
+        row = max(plan.rows.lengths, key=plan.rows.lengths.__getitem__)
+        raise InputError(
+            f"{plan.source}, row {row} has {plan.rows.longest} tokens, the verifier {positions} positions, "
+            "and vLLM needs one for the token that it generates. Make the rows shorter (01b --max-tokens)."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

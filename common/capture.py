@@ -1,0 +1,274 @@
+"""Filling a store of hidden states from a data set: order, first rows, failures, verification."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import dataset, log
+from common.errors import StageError
+from common.hidden_states import Backend, CaptureRow, ContentCheck, Damaged, HiddenStateStore, check_ids
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+    from tqdm import tqdm
+
+_LOG = log.get("capture")
+_PROBE_ROWS = 8
+_PROBE_TOKENS = 16
+_JUDGED_RATE = 0.3  # below it, a row without a single hit among 32 proves nothing
+_HOPELESS = 10  # failures that stop a run before its end, beside twice the share that is allowed
+_RATE_DRIFT = 0.1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A data set's rows, loaded one by one, and the length T of each in tokens."""
+
+    data: datasets.Dataset
+    lengths: dict[int, int]
+
+    @classmethod
+    def load(cls, folder: Path) -> Rows:
+        """Open a data set and learn its rows' lengths.
+
+        Raises:
+            InputError: the folder is absent or damaged.
+        """
+        data = dataset.load(folder)
+        plain = data.with_format(None)
+        lengths = plain["seq_len"] if "seq_len" in data.column_names else map(len, plain["input_ids"])
+        return cls(data, dict(enumerate(lengths)))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> CaptureRow:
+        row = self.data[index]
+        return CaptureRow(index, row["input_ids"].long(), row["loss_mask"])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths.values())
+
+    def tokens(self, indices: Iterable[int]) -> int:
+        """Tokens of these rows together."""
+        return sum(self.lengths[index] for index in indices)
+
+    def longest_first(self, indices: Iterable[int]) -> Iterator[CaptureRow]:
+        """Batches of like rows, and what does not fit fails at once instead of at the end."""
+        return (self[index] for index in sorted(indices, key=lambda i: (-self.lengths[i], i)))
+
+    def to_judge_by(self, indices: Iterable[int]) -> list[int]:
+        """The shortest rows that have enough tokens to tell right states from wrong ones."""
+        enough = [index for index in indices if self.lengths[index] >= _PROBE_TOKENS]
+        return sorted(enough, key=lambda i: (self.lengths[i], i))[:_PROBE_ROWS]
+
+
+@dataclass
+class Tally:
+    """Supervised tokens that the state before them predicts; several threads add to it."""
+
+    hits: int = 0
+    looked_at: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, hits: int, looked_at: int) -> None:
+        """Count one row."""
+        with self._lock:
+            self.hits += hits
+            self.looked_at += looked_at
+
+    @property
+    def rate(self) -> float:
+        """Share of the tokens looked at; 0 where none was."""
+        return self.hits / self.looked_at if self.looked_at else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.hits} of {self.looked_at} supervised tokens are predicted ({self.rate:.1%})"
+
+
+class Capture:
+    """Fills the store: the first rows are compared with the verifier's own words before the rest is sent.
+
+    Args:
+        rows: the data set.
+        store: what is filled.
+        content: the check of what states predict, None to leave it out.
+        max_failure_rate: share of all rows that may be missing in the end.
+    """
+
+    def __init__(
+        self, rows: Rows, store: HiddenStateStore, content: ContentCheck | None, max_failure_rate: float
+    ) -> None:
+        self._rows, self._store, self._content = rows, store, content
+        self._max_failure_rate = max_failure_rate
+        self._failed: dict[int, str] = {}
+        self._tally = Tally()
+        self._judging = False
+
+    async def run(self, entering: AbstractAsyncContextManager[Backend], todo: list[int]) -> None:
+        """Capture `todo`; rows that fail are tried once more at the end.
+
+        Raises:
+            StageError: a first row contradicts the verifier, too many fail, or no more can be written.
+        """
+        tokens = self._rows.tokens(todo)
+        with log.bar(tokens, unit="tokens", description="capture", unit_scale=True) as bar:
+            async with entering as backend:
+                begun = time.monotonic()
+                probe = self._rows.to_judge_by(todo) if self._content else []
+                if probe:
+                    await self._probe(backend, probe, bar)
+                await self._pass(backend, set(todo) - set(probe), bar)
+                if self._failed:
+                    _LOG.warning("%d rows failed and are tried once more", len(self._failed))
+                    again, self._failed = set(self._failed), {}
+                    await self._pass(backend, again, bar)
+        seconds = time.monotonic() - begun
+        _LOG.info(
+            "captured: %s tokens in %s = %.0f tokens/s; %s",
+            *(log.human_count(tokens), log.human_seconds(seconds), tokens / seconds, self._tally),
+        )
+
+    def counts(self) -> dict[str, Any]:
+        """What is in the store, for the manifest.
+
+        Raises:
+            StageError: more rows are missing than `max_failure_rate` allows.
+        """
+        there = self._store.done(self._rows.lengths)
+        missing = {i: self._failed.get(i, "not captured") for i in self._rows.lengths if i not in there}
+        if len(missing) > self._max_failure_rate * len(self._rows):
+            raise StageError(self._too_many(missing))
+        for index, why in missing.items():
+            _LOG.warning("row %d is left out: %s", index, why)
+        return {
+            "read": len(self._rows),
+            "written": len(there),
+            "failed": len(missing),
+            "failures": {str(index): why for index, why in missing.items()},
+            "tokens": self._rows.tokens(there),
+            "bytes": sum(self._store.path(index).stat().st_size for index in there),
+            "content": {"hits": self._tally.hits, "looked_at": self._tally.looked_at},
+        }
+
+    async def _probe(self, backend: Backend, probe: list[int], bar: tqdm) -> None:
+        agreements: list[float] = []
+
+        def compare(row: CaptureRow, states: torch.Tensor, predicted: torch.Tensor | None) -> None:
+            assert self._content is not None
+            assert predicted is not None
+            agreements.append(self._content.compare(row, states, predicted))
+            self._tally.add(*self._content.hits(row, states))
+
+        async for row, error in backend.capture(self._rows.longest_first(probe), compare, predict=True):
+            if error is not None:
+                raise StageError(f"one of the first rows does not pass; the rest was not sent. {error}")
+            bar.update(len(row.token_ids))
+        self._judging = self._tally.rate >= _JUDGED_RATE
+        _LOG.info(
+            "content: the first %d rows give the verifier's own next token at %.1f %% of the positions; %s",
+            *(len(probe), 100 * sum(agreements) / len(agreements), self._tally),
+        )
+
+    async def _pass(self, backend: Backend, todo: set[int], bar: tqdm) -> None:
+        async for row, error in backend.capture(self._rows.longest_first(todo), self._check):
+            if error is None:
+                bar.update(len(row.token_ids))
+                continue
+            self._failed[row.index] = f"{getattr(error, 'reason', type(error).__name__)}: {error}"
+            _LOG.debug("row %d: %s", row.index, error)
+            if len(self._failed) > _HOPELESS + 2 * self._max_failure_rate * len(self._rows):
+                raise StageError(self._too_many(self._failed))
+
+    def _check(self, row: CaptureRow, states: torch.Tensor, _: torch.Tensor | None) -> None:
+        if self._content is None:
+            return
+        hits, looked_at = self._content.hits(row, states)
+        if self._judging and not hits and looked_at == self._content.positions:
+            raise Damaged(
+                "content",
+                f"row {row.index}: the states predict none of {looked_at} supervised tokens, where those of "
+                f"other rows predict {self._tally.rate:.0%}",
+            )
+        self._tally.add(hits, looked_at)
+
+    def _too_many(self, missing: dict[int, str]) -> str:
+        reasons = Counter(why.split(":")[0] for why in missing.values()).most_common()
+        index, why = next(iter(missing.items()))
+        return (
+            f"{len(missing)} of {len(self._rows)} rows failed "
+            f"({', '.join(f'{reason} {count}' for reason, count in reasons)}), more than --max-failure-rate "
+            f"{self._max_failure_rate} allows. The first is row {index}: {why}. What passed is kept: run the "
+            "same command again to try these rows once more."
+        )
+
+
+def verify(rows: Rows, store: HiddenStateStore, content: ContentCheck | None, counts: dict[str, Any]) -> None:
+    """Read every file again and check all that capture checked.
+
+    Args:
+        rows: the data set.
+        store: finished.
+        content: the check of what states predict, None to leave it out.
+        counts: of the store's manifest.
+
+    Raises:
+        StageError: a file fails, or the content is not what was captured.
+    """
+    begun = time.monotonic()
+    wanted = [index for index in rows.lengths if str(index) not in counts["failures"]]
+    tally, bad = Tally(), {}
+
+    def check(index: int) -> tuple[int, Damaged | None]:
+        row = rows[index]
+        try:
+            token_ids, states = store.read(index)
+            check_ids(token_ids, row.token_ids)
+            store.check_form(token_ids, states)
+        except Damaged as error:
+            return index, error
+        if content is not None:
+            tally.add(*content.hits(row, states))
+        return index, None
+
+    with ThreadPoolExecutor() as threads, log.bar(len(wanted), unit="files", description="verify") as bar:
+        for index, error in threads.map(check, wanted):
+            bar.update()
+            if error is not None:
+                bad[index] = error
+    seconds = time.monotonic() - begun
+    _LOG.info(
+        "verified: %d files, %s in %s = %s/s, %d damaged; %s",
+        *(len(wanted), log.human_bytes(counts["bytes"]), log.human_seconds(seconds)),
+        *(log.human_bytes(counts["bytes"] / seconds), len(bad), tally),
+    )
+    if bad:
+        index, first = next(iter(bad.items()))
+        names = " ".join(store.path(index).name for index in list(bad)[:10])
+        raise StageError(
+            f"{len(bad)} of {len(wanted)} files are damaged; {store.path(index)}: {first}. Delete {names}"
+            f"{' ...' if len(bad) > 10 else ''} and run the stage again: it captures what is missing."
+        )
+    _refuse_drift(counts["content"], tally, content, store)
+
+
+def _refuse_drift(
+    captured: dict[str, int], tally: Tally, content: ContentCheck | None, store: HiddenStateStore
+) -> None:
+    then = Tally(captured["hits"], captured["looked_at"])
+    if content is not None and then.looked_at and abs(then.rate - tally.rate) > _RATE_DRIFT:
+        raise StageError(
+            f"{store.folder}: the states predict {tally.rate:.1%} of the supervised tokens, {then.rate:.1%} "
+            "when they were captured. The verifier or the data set is not the one that they were made from."
+        )
