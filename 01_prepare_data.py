@@ -292,6 +292,8 @@ def _array_items(file: io.BufferedReader, path: Path) -> Iterator[Any]:
     while True:
         buffer = buffer.lstrip(" \t\r\n,")
         if buffer.startswith("]"):
+            # Else the wrapper would close the file, whose position the caller still asks for.
+            text.detach()
             return
         try:
             item, end = decoder.raw_decode(buffer)
@@ -589,9 +591,8 @@ def _choose_among(
 def _source_ids(scan: Scan, wanted: list[str] | None) -> list[int]:
     unknown = set(wanted or ()) - scan.source_names.keys()
     if unknown:
-        raise InputError(
-            f"--source {min(unknown)}: no usable row has this source, found: {', '.join(scan.source_names)}"
-        )
+        found = ", ".join(list(scan.source_names)[:20])
+        raise InputError(f"--source {min(unknown)}: no usable row has this source, found: {found}")
     return [scan.source_names[name] for name in wanted or scan.source_names]
 
 
