@@ -92,14 +92,12 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=0, help="of the draws (an integer)")
     data.add_argument(
         "--min-kept",
-        type=float,
+        type=_share,
         default=0.5,
         metavar="SHARE",
         help="fail where a smaller share (0 to 1) of rows or answers can be used; duplicates are usable",
     )
-    data.add_argument(
-        "--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes; default: all cores"
-    )
+    data.add_argument("--workers", type=_count, default=os.cpu_count(), help="processes; default: one a core")
     verifier.add_arguments(parser)
     return parser
 
@@ -108,6 +106,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
     return value
 
 

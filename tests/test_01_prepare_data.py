@@ -6,6 +6,11 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +20,9 @@ import zstandard
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from common import dataset, manifest
+from common import atomic_io, dataset, manifest
 from common.conversations import Conversation
-from tests.conftest import SHARED, load_script
+from tests.conftest import ROOT, SHARED, load_script
 
 prepare = load_script("01_prepare_data")
 
@@ -367,6 +372,12 @@ def test_a_rerun_finds_its_work_done_and_other_settings_are_refused(
         ('{"prompt": "a"}\n', ["--answers", "keep"], 2, "pass --verifier"),
         ('{"prompt": "a"}\n', ["--dataset", "absent.jsonl"], 2, "absent.jsonl: no such file"),
         ('{"prompt": "a"}\n', ["--dataset", __file__], 2, "unknown ending"),
+        (
+            '{"prompt": "a"}\n',
+            ["--dataset", "nobody/nothing"],
+            2,
+            "--dataset nobody/nothing (split train) cannot",
+        ),
     ],
 )
 def test_bad_input_is_named_and_leaves_earlier_prompts_untouched(
@@ -384,6 +395,42 @@ def test_bad_input_is_named_and_leaves_earlier_prompts_untouched(
         assert message in capfd.readouterr().err
     assert {path.name: path.read_bytes() for path in (run_dir / "prompts").iterdir()} == before
     assert not (run_dir / ".01_prepare_data").exists()
+
+
+def start(run_dir: Path, file: Path) -> subprocess.Popen[str]:
+    """01 as a process of its own, in a group of its own, over two workers."""
+    flags = ["--run-dir", str(run_dir), "--dataset", str(file), "--eval-prompts", "50", "--workers", "2"]
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "01_prepare_data.py"), *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_killed_at_any_moment_a_rerun_gives_what_an_undisturbed_run_gives(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "d.jsonl", [question(n) for n in range(6000)])
+    assert start(tmp_path / "whole", file).wait() == 0
+    wanted = [(tmp_path / "whole" / "prompts" / f"{name}.jsonl").read_bytes() for name in ("train", "eval")]
+    for number, seconds in enumerate((0.3, 0.8, 1.2, 1.6)):
+        killed = start(tmp_path / "killed", file)
+        time.sleep(seconds)
+        killed.kill() if number % 2 else killed.send_signal(signal.SIGINT)
+        assert killed.wait() in (-signal.SIGKILL, -signal.SIGINT, 130, 0)
+    rerun = start(tmp_path / "killed", file)
+    assert rerun.wait() == 0, rerun.stderr and rerun.stderr.read()
+    found = [(tmp_path / "killed" / "prompts" / f"{name}.jsonl").read_bytes() for name in ("train", "eval")]
+    assert found == wanted
+    assert not (tmp_path / "killed" / ".01_prepare_data").exists()
+
+
+def test_a_second_process_on_the_run_folder_stops_and_says_who_holds_it(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(tmp_path / "d.jsonl", [question(1)])
+    with atomic_io.locked(run_dir / "prompts"):
+        assert run(run_dir, "--dataset", file) == 1
+    assert f"is locked by process {os.getpid()}" in capfd.readouterr().err
 
 
 def test_after_an_error_other_settings_may_follow(run_dir: Path, tmp_path: Path) -> None:
