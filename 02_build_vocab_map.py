@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOG = log.get("02_build_vocab_map")
 _SIZES = (1024, 2048, 4096, 8192, 16000, 32000, 64000)
-_ROWS_AT_ONCE = 10_000
+_ROWS_AT_ONCE = 1000
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     # numpy, datasets and transformers take seconds to import; --help does not wait for them.
     from common import dataset
-    from common.draft_vocab import DraftVocab
+    from common.draft_vocab import DraftVocab, read_array
 
     source, folder = args.run_dir / "dataset", args.run_dir / "vocab"
     rows = dataset.load(source)
@@ -69,27 +69,36 @@ def main(args: argparse.Namespace) -> None:
         manifest.read(source, "01b_generate_synthetic.py").facts if (source / manifest.NAME).exists() else {}
     )
     model = verifier.from_args(args, inherited=facts)
+    model.require_tokenizer_of(facts, f"{source}/")
+    forced = [*model.stop_ids, *(token_id(text, model) for text in args.force_token)]
+    theirs = read_own_vocab(args.compare_to, model) if args.compare_to else None
     record = manifest.Manifest(
         stage="02_build_vocab_map",
-        config={"draft_vocab_size": args.draft_vocab_size, "force_token": args.force_token},
+        config={"draft_vocab_size": args.draft_vocab_size, "force_token": sorted(args.force_token)},
         inputs={"dataset": manifest.fingerprint(source)},
+        facts={**facts, **model.facts()},
     )
-    forced = [*model.stop_ids, *(token_id(text, model) for text in args.force_token)]
+    again = {"overwrite": args.overwrite, "accept_stale": args.accept_stale}
     with atomic_io.locked(folder):
-        if not manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale):
-            vocab, counts = DraftVocab.load(folder), load_counts(folder)
+        if not args.overwrite and not manifest.begin(folder, record, **again):
+            vocab, counts = DraftVocab.load(folder), read_array(folder / "token_counts.npy")
         else:
-            counts = count_supervised(rows, model.vocab_size)
-            vocab = DraftVocab.most_frequent(counts, args.draft_vocab_size, forced)
-            save_counts(folder, counts)
-            vocab.save(folder)
-            plot_coverage(folder / "coverage.png", counts, vocab)
-            record.facts = {**facts, **model.facts(), "d2t": vocab.fingerprint}
+            try:
+                counts = count_supervised(rows, model.vocab_size)
+                vocab = DraftVocab.most_frequent(counts, args.draft_vocab_size, forced)
+                # With --overwrite the old map goes only when the new one is known to be good.
+                if args.overwrite:
+                    manifest.begin(folder, record, **again)
+                save(folder, counts, vocab)
+            except BaseException:
+                manifest.abandon(folder)
+                raise
+            record.facts["d2t"] = vocab.fingerprint
             record.counts = describe(counts, vocab, forced)
             record.write(folder)
     show(counts, vocab)
-    if args.compare_to:
-        compare(args.compare_to, counts, vocab, model)
+    if theirs:
+        compare(args.compare_to, theirs, counts, vocab)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -117,12 +126,13 @@ def count_supervised(rows: datasets.Dataset, vocab_size: int) -> Ids:
         for table in columns.iter(batch_size=_ROWS_AT_ONCE):
             ids, mask = (
                 table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-                for name in table.column_names
+                for name in ("input_ids", "loss_mask")
             )
             supervised = ids[mask != 0]
-            if supervised.size and not 0 <= supervised.min() <= supervised.max() < vocab_size:
+            outside = supervised[(supervised < 0) | (supervised >= vocab_size)]
+            if outside.size:
                 raise InputError(
-                    f"dataset/ has token id {supervised.max()}, the verifier only {vocab_size} tokens: the "
+                    f"dataset/ has token id {outside[0]}, the verifier ids from 0 to {vocab_size - 1}: the "
                     "rows were made with another tokenizer. Pass the --verifier that they came from."
                 )
             counts += np.bincount(supervised, minlength=vocab_size)
@@ -139,7 +149,8 @@ def token_id(text: str, model: Verifier) -> int:
     if text.isdecimal():
         return int(text)
     found = model.tokenizer.convert_tokens_to_ids(text)
-    if found is None or found == model.tokenizer.unk_token_id:
+    # SmolLM2's unknown token is a real one, <|endoftext|>.
+    if found is None or (found == model.tokenizer.unk_token_id and text != model.tokenizer.unk_token):
         raise InputError(f"--force-token {text}: the tokenizer of {model.name} has no such token")
     return found
 
@@ -178,12 +189,16 @@ def show(counts: Ids, vocab: DraftVocab) -> None:
     )
 
 
-def compare(name: str, counts: Ids, vocab: DraftVocab, model: Verifier) -> None:
-    """Coverage of a head's own map beside the rebuilt one's, and which is worth it."""
+def read_own_vocab(name: str, model: Verifier) -> DraftVocab:
     from common import warm_start
+
+    return warm_start.read_own_vocab(name, model, flag="--compare-to").vocab
+
+
+def compare(name: str, own: DraftVocab, counts: Ids, vocab: DraftVocab) -> None:
+    """Coverage of a head's own map beside the rebuilt one's, and which is worth it."""
     from common.head_rows import Move
 
-    own = warm_start.read_own_vocab(name, model).vocab
     ours, theirs = vocab.coverage(counts), own.coverage(counts)
     move = Move.between(own, vocab)
     _LOG.info("%s: its own map of %d tokens covers %.2f %% of this data", name, len(own), 100 * theirs)
@@ -193,6 +208,15 @@ def compare(name: str, counts: Ids, vocab: DraftVocab, model: Verifier) -> None:
         _LOG.info("worth it: --draft-vocab rebuild lifts the ceiling by %.2f points", 100 * (ours - theirs))
     else:
         _LOG.info("not worth it: --draft-vocab checkpoint keeps every trained row and covers as much")
+
+
+def save(folder: Path, counts: Ids, vocab: DraftVocab) -> None:
+    import numpy as np
+
+    with atomic_io.replacing(folder / "token_counts.npy", "wb") as file:
+        np.save(file, counts, allow_pickle=False)
+    vocab.save(folder)
+    plot_coverage(folder / "coverage.png", counts, vocab)
 
 
 def plot_coverage(path: Path, counts: Ids, vocab: DraftVocab) -> None:
@@ -217,19 +241,6 @@ def plot_coverage(path: Path, counts: Ids, vocab: DraftVocab) -> None:
     with atomic_io.staged(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     plt.close(figure)
-
-
-def save_counts(folder: Path, counts: Ids) -> None:
-    import numpy as np
-
-    with atomic_io.replacing(folder / "token_counts.npy", "wb") as file:
-        np.save(file, counts, allow_pickle=False)
-
-
-def load_counts(folder: Path) -> Ids:
-    import numpy as np
-
-    return np.load(folder / "token_counts.npy", allow_pickle=False)
 
 
 if __name__ == "__main__":

@@ -79,12 +79,13 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
 
-def open_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(name: str, revision: str | None = None, *, flag: str = "--finetune-from") -> Checkpoint:
     """Open a folder, one weight file, or a hub repository.
 
     Args:
         name: path or hub id.
         revision: hub branch, tag or commit.
+        flag: where the user gave `name`, for the error.
 
     Raises:
         InputError: nothing is there, there are no weights, or a file is damaged or would need unpickling.
@@ -92,7 +93,7 @@ def open_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     path = Path(name)
     if path.is_file():
         return _read([path], path.parent, name, ())
-    folder = path if path.is_dir() else _download(name, revision)
+    folder = path if path.is_dir() else _download(name, revision, flag)
     files, ignored = _weight_files(folder)
     for file in ignored:
         _LOG.info("%s: %s is no weight file of the head and is ignored", name, file)
@@ -102,7 +103,7 @@ def open_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     return _read(files, folder, name, ignored)
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -114,7 +115,7 @@ def _download(name: str, revision: str | None) -> Path:
         )
     except (OSError, HFValidationError, ValueError) as error:
         raise InputError(
-            f"--finetune-from {name} is neither a file, a folder, nor a hub repository within reach: {error}"
+            f"{flag} {name} is neither a file, a folder, nor a hub repository within reach: {error}"
         ) from None
 
 

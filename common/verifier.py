@@ -163,6 +163,23 @@ class Verifier:
         found = set(ids if isinstance(ids, list) else [ids]) | {self.tokenizer.eos_token_id}
         return sorted(found - {None})
 
+    def require_tokenizer_of(self, facts: dict[str, Any], origin: str) -> None:
+        """Check that rows were made with this tokenizer.
+
+        Args:
+            facts: of the stage that made them; without a tokenizer's fingerprint nothing is checked.
+            origin: the folder, for the error.
+
+        Raises:
+            InputError: they were made with another one.
+        """
+        made_with = facts.get("tokenizer")
+        if made_with not in (None, self.facts()["tokenizer"]):
+            raise InputError(
+                f"{origin} holds ids of {facts.get('verifier')}; {self.name} has another tokenizer. The "
+                "ids would name other tokens without an error. Leave --verifier out to take the recorded one."
+            )
+
     def facts(self) -> dict[str, Any]:
         """What later stages must agree on, for the manifest."""
         tokenizer = self.tokenizer

@@ -234,13 +234,18 @@ def plan_import(
     )
 
 
-def read_own_vocab(name: str, verifier: Verifier) -> SourceMap:
+def read_own_vocab(name: str, verifier: Verifier, *, flag: str) -> SourceMap:
     """The draft vocabulary of a checkpoint, without planning its import.
+
+    Args:
+        name: path or hub id.
+        verifier: whose tokens the map names.
+        flag: where the user gave `name`, for the error.
 
     Raises:
         InputError: it is no EAGLE-3 head of this verifier's vocabulary.
     """
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, flag=flag)
     _, renamed = layouts.recognise(checkpoint.tensors)
     tensors = {ours: checkpoint.tensors[key] for key, ours in renamed.items() if ours is not None}
     _refuse_missing([name for name in _ESSENTIAL if name not in tensors], checkpoint)
