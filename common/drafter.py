@@ -156,8 +156,9 @@ def build(
         InputError: a tensor does not fit.
         StageError: a tensor is not finite after everything was loaded.
     """
-    if config.transformer_layer_config._attn_implementation is None and not torch.cuda.is_available():
-        config.transformer_layer_config._attn_implementation = "sdpa"  # flex attention needs a GPU
+    # Flex attention needs a GPU.
+    attention = "simple_flex_attention" if torch.cuda.is_available() else "sdpa"
+    config.transformer_layer_config._attn_implementation = attention
     model = Eagle3DraftModel(config).float()
     own = vocab_tensors(vocab) | (state or {})
     head = verifier.tensor("lm_head")[torch.from_numpy(vocab.token_ids)]
