@@ -48,7 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     sampling = parser.add_argument_group("Sampling")
     sampling.add_argument(
-        "--max-tokens", type=int, default=2048, metavar="TOKENS", help="longest answer, thinking included"
+        "--max-tokens",
+        type=_positive,
+        default=2048,
+        metavar="TOKENS",
+        help="longest answer, thinking included",
     )
     sampling.add_argument(
         "--temperature", type=float, metavar="T", help="0 is greedy; default: the server's for this model"
@@ -78,12 +82,14 @@ def build_parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("Load")
     load.add_argument("--server-model", metavar="NAME", help="model name to ask for; default: the verifier's")
     load.add_argument(
-        "--concurrency", type=int, default=32, metavar="N", help="requests in flight for each endpoint"
+        "--concurrency", type=_positive, default=32, metavar="N", help="requests in flight for each endpoint"
     )
     load.add_argument(
         "--timeout", type=float, default=3600, metavar="SECONDS", help="longest wait for one answer"
     )
-    load.add_argument("--max-attempts", type=int, default=8, metavar="N", help="sendings of one request")
+    load.add_argument(
+        "--max-attempts", type=_positive, default=8, metavar="N", help="sendings of one request"
+    )
     load.add_argument(
         "--outage", type=float, default=900, metavar="SECONDS", help="longest wait while no endpoint answers"
     )
@@ -99,10 +105,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     rows = parser.add_argument_group("Rows")
-    rows.add_argument("--limit", type=int, metavar="N", help="only the first N prompts; default: all")
+    rows.add_argument("--limit", type=_positive, metavar="N", help="only the first N prompts; default: all")
     rows.add_argument(
         "--sample",
-        type=int,
+        type=_positive,
         metavar="N",
         help="answer N prompts spread over the file, show them and stop; they are kept for the full run",
     )
@@ -125,6 +131,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
+    return value
+
+
 @cli.stage(build_parser)
 def main(args: argparse.Namespace) -> int:
     vllm_server.check(args)
@@ -144,10 +157,11 @@ def main(args: argparse.Namespace) -> int:
         working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
         with ResponseLog(folder) as responses:
             todo = {i for i in ids if i not in responses and (args.retry_failed or i not in responses.failed)}
+            answered = sum(i in responses for i in ids)
             _LOG.info(
                 "prompts: %d chosen = %d answered + %d failed + %d to do; at most %d x %d = %s tokens a turn",
-                *(len(ids), sum(i in responses for i in ids), len(ids) - len(todo)),
-                *(len(todo), len(todo), args.max_tokens, log.human_count(len(todo) * args.max_tokens)),
+                *(len(ids), answered, len(ids) - answered - len(todo), len(todo)),
+                *(len(todo), args.max_tokens, log.human_count(len(todo) * args.max_tokens)),
             )
             reader = Reader(model, args.allow_retokenized)
             if todo and not working:
@@ -275,6 +289,7 @@ def _finish(
             f"--max-failure-rate {max_failure_rate}; see {folder / 'failures.jsonl'}. Run again with "
             "--retry-failed, or allow more."
         )
+    record.facts["server_model"] = next((responses.read(i)["model"] for i in ids if i in responses), None)
     record.counts = {
         "read": len(ids),
         "written": written,

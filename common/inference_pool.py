@@ -132,6 +132,7 @@ class InferencePool:
         self._outage: StageError | None = None
         self._workers: set[asyncio.Task[None]] = set()
         self._handlers: dict[signal.Signals, Any] = {}
+        self._deadline: asyncio.TimerHandle | None = None
         self._stopping = False
 
     async def __aenter__(self) -> InferencePool:
@@ -161,6 +162,8 @@ class InferencePool:
         for number, handler in self._handlers.items():
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, handler)
+        if self._deadline is not None:
+            self._deadline.cancel()
         await self._close()
         if self._stopping and kind is asyncio.CancelledError:
             raise KeyboardInterrupt
@@ -372,7 +375,7 @@ class InferencePool:
             self._grace_s,
             self.stats.in_flight,
         )
-        loop.call_later(self._grace_s, self._task.cancel)
+        self._deadline = loop.call_later(self._grace_s, self._task.cancel)
 
     async def _close(self) -> None:
         probes = [endpoint.probe for endpoint in self._endpoints if endpoint.probe is not None]

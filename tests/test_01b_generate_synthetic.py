@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -135,6 +134,7 @@ def test_manifests_reconcile_and_carry_what_later_stages_must_agree_on(
     assert made.facts["verifier"] == str(verifier_dir)
     assert made.facts["thinking"] == "default"
     assert made.facts["retokenized"] is False
+    assert made.facts["server_model"] == "stub"
     assert manifest.read(run_dir / "responses", "01b").counts == {
         "read": 3,
         "written": 3,
@@ -633,6 +633,13 @@ def test_without_stage_01_or_a_server_nothing_is_written(run: Run, run_dir: Path
     assert not (run_dir / "dataset").exists()
 
 
+@pytest.mark.parametrize("flag", ["--limit", "--sample", "--concurrency", "--max-tokens"])
+def test_a_count_below_one_is_refused(run: Run, run_dir: Path, flag: str) -> None:
+    with FaultyServer() as server, pytest.raises(SystemExit) as stop:
+        run(server, flag, "-3")
+    assert stop.value.code == 2
+
+
 def test_a_model_that_the_server_does_not_have_is_named(
     run: Run, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -763,7 +770,7 @@ def _complete_ids(run_dir: Path) -> list[str]:
 @pytest.mark.vllm
 def test_real_answers_of_a_managed_server(run_dir: Path, verifier_dir: Path) -> None:
     """Ids decode to the text, prompts are the Kimi-like template's, and the end token is there."""
-    ids = _prepare(run_dir, ["What is 2 + 2?", ["Say hello.", "Say it in French."], "Count to three."])
+    ids = _prepare(run_dir, ["Say hello.", ["What is 2 + 2?", "And 3 + 3?"], "Count to three."])
     main = load_script("01b_generate_synthetic").main
     server_args = f"--max-model-len 1024 --chat-template {KIMI_LIKE}"
     flags = ["--serve", "--max-tokens", "48", "--temperature", "0", "--concurrency", "4", "--thinking", "off"]
@@ -780,10 +787,12 @@ def test_real_answers_of_a_managed_server(run_dir: Path, verifier_dir: Path) -> 
             prompt = tokenizer.decode(turn["prompt_token_ids"])
             assert prompt.endswith("<|im_start|>assistant\n<think></think>")
     assert tokenizer.decode(rows[ids[0]]["turns"][0]["prompt_token_ids"]) == (
-        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think></think>"
+        "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n<think></think>"
     )
-    first = rows[ids[1]]["turns"][0]
-    if len(rows[ids[1]]["turns"]) == 2:
-        second = tokenizer.decode(rows[ids[1]]["turns"][1]["prompt_token_ids"])
-        assert f"<think></think>{first['content']}<|im_end|>\n<|im_start|>user\nSay it in French." in second
-    assert os.path.exists(run_dir / "dataset" / "manifest.json")
+    first, second = rows[ids[1]]["turns"]
+    assert tokenizer.decode(second["prompt_token_ids"]) == (
+        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think></think>"
+        f"{first['content']}<|im_end|>\n<|im_start|>user\nAnd 3 + 3?<|im_end|>\n"
+        "<|im_start|>assistant\n<think></think>"
+    )
+    assert (run_dir / "dataset" / "manifest.json").exists()
