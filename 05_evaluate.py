@@ -23,7 +23,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -58,6 +58,7 @@ _LOG = log.get("05_evaluate")
 _PER_REQUEST = ["--per-request-spec-decode-metrics", "detailed"]
 _WARM_UP_TOKENS = 8
 _COUNTER_LAG_S = 10.0
+_LOGPROBS = 20
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -311,7 +312,7 @@ def measure_into(
     """Measure the jobs; each finished run is appended to `runs` and to runs.jsonl."""
     try:
         with atomic_io.JsonLog(folder / "runs.jsonl") as kept:
-            for run in measure_all(args, model, jobs, thinking, folder):
+            for run in measure_all(args, model, jobs, runs, thinking, folder):
                 kept.append(run.to_row())
                 runs.append(run)
     finally:
@@ -320,9 +321,14 @@ def measure_into(
 
 
 def measure_all(
-    args: argparse.Namespace, model: Verifier, jobs: list[Job], thinking: str, folder: Path
+    args: argparse.Namespace,
+    model: Verifier,
+    jobs: list[Job],
+    runs: Sequence[Run],
+    thinking: str,
+    folder: Path,
 ) -> Iterator[Run]:
-    """Start each server once and measure its jobs."""
+    """Start each server once and measure its jobs; `runs` are those that there are already, and it grows."""
     body: dict[str, Any] = {"temperature": 0, "max_tokens": args.max_tokens, "return_token_ids": True}
     if thinking != "default":
         # Kimi's template reads the one name, Qwen's the other; neither minds an unknown one.
@@ -339,7 +345,8 @@ def measure_all(
                 require_server(read_counters(endpoints), drafter, k)
                 asyncio.run(warm_up(endpoints, ours[0].file.prompts, max(args.concurrency), body))
                 for job in ours:
-                    yield asyncio.run(measure(endpoints, job, body, responses.Reader(model), bar))
+                    wanted = evaluation.reference(runs, job.key[0], job.file.name, job.concurrency)
+                    yield asyncio.run(measure(endpoints, job, wanted, body, responses.Reader(model), bar))
 
 
 def server_flags(drafter: Drafter | None, k: int) -> list[str]:
@@ -365,16 +372,21 @@ async def warm_up(
 
 
 async def measure(
-    endpoints: list[str], job: Job, body: dict[str, Any], reader: responses.Reader, bar: tqdm
+    endpoints: list[str],
+    job: Job,
+    wanted: Run | None,
+    body: dict[str, Any],
+    reader: responses.Reader,
+    bar: tqdm,
 ) -> Run:
-    """Send a file's prompts; read the counters before and after.
+    """Send a file's prompts; read the counters before and after; compare the outputs with `wanted`.
 
     Raises:
         StageError: an answer could not be had, or the server was working for somebody else.
     """
     from common.inference_pool import InferencePool, RequestFailed
 
-    answers: dict[str, Answer] = {}
+    found: dict[str, tuple[Answer, list[list[int]]]] = {}
     async with InferencePool(endpoints, concurrency=job.concurrency) as pool:
         body = {**body, "model": await served_name(pool)}
         before = read_counters(endpoints)
@@ -384,17 +396,19 @@ async def measure(
         ):
             bar.update()
             if not isinstance(outcome, RequestFailed):
-                answers[prompt.id] = outcome
+                found[prompt.id] = outcome
             elif outcome.permanent:
                 _LOG.warning("%s: prompt %s is left out: %s", job.file.name, prompt.id, outcome)
             else:
                 raise outcome
         seconds = time.monotonic() - begun
-    if not answers:
-        raise StageError(f"{job.file.name}: the server refused every prompt; the lines above say why")
-    in_order = [answers[prompt.id] for prompt in job.file.prompts if prompt.id in answers]
-    tokens = sum(len(turn) for found in in_order for turn in found.token_ids)
-    counted = settled_counters(endpoints, before, tokens)
+        if not found:
+            raise StageError(f"{job.file.name}: the server refused every prompt; the lines above say why")
+        answers = [found[prompt.id][0] for prompt in job.file.prompts if prompt.id in found]
+        tokens = sum(len(turn) for each in answers for turn in each.token_ids)
+        counted = settled_counters(endpoints, before, tokens)
+        contexts = {key: prompt_ids for key, (_, prompt_ids) in found.items()}
+        gaps = await gaps_to(wanted, answers, contexts, pool, body["model"]) if wanted else {}
     return Run(
         drafter=job.drafter.name if job.drafter else None,
         drafter_path=job.drafter.path if job.drafter else None,
@@ -407,9 +421,46 @@ async def measure(
         accepted=list(counted.accepted),
         output_tokens=tokens,
         seconds=seconds,
-        refused=len(job.file.prompts) - len(in_order),
-        answers=in_order,
+        refused=len(job.file.prompts) - len(answers),
+        answers=answers,
+        gaps=gaps,
     )
+
+
+async def gaps_to(
+    wanted: Run, answers: list[Answer], contexts: dict[str, list[list[int]]], pool: InferencePool, served: str
+) -> dict[str, float]:
+    """Ask the verifier how far apart it puts the two tokens where an output parts from the reference's.
+
+    Args:
+        wanted: the reference.
+        answers: to compare with it.
+        contexts: prompt id -> prompt ids of each turn of `answers`.
+        pool: clients of the server.
+        served: the verifier's name there.
+
+    Returns:
+        Prompt id -> nats; without those whose tokens are not among the first 20.
+    """
+    gaps = {}
+    for expected, found, turn, token in evaluation.first_differences(wanted, answers):
+        response = await pool.complete(
+            model=served,
+            prompt=contexts[found.id][turn] + found.token_ids[turn][:token],
+            temperature=0,
+            max_tokens=1,
+            logprobs=_LOGPROBS,
+            return_tokens_as_token_ids=True,
+        )
+        top = response["choices"][0]["logprobs"]["top_logprobs"][0]
+        pair = [
+            top.get(f"token_id:{side.token_ids[turn][token]}")
+            for side in (expected, found)
+            if token < len(side.token_ids[turn])
+        ]
+        if len(pair) == 2 and None not in pair:
+            gaps[found.id] = abs(pair[0] - pair[1])
+    return gaps
 
 
 async def served_name(pool: InferencePool) -> str:
@@ -419,8 +470,8 @@ async def served_name(pool: InferencePool) -> str:
 
 async def answer(
     pool: InferencePool, prompt: Conversation, body: dict[str, Any], reader: responses.Reader
-) -> Answer:
-    """Answer a prompt turn by turn, each turn seeing the answers before it."""
+) -> tuple[Answer, list[list[int]]]:
+    """Answer a prompt turn by turn, each seeing the answers before it; also the prompt ids of each turn."""
     from common.inference_pool import RequestFailed
 
     # Tool calls are wanted as the tokens they are; unlike "auto", "none" needs no flag of the server.
@@ -444,13 +495,14 @@ async def answer(
         steps.append(accepted_by_step(response))
         messages.append(reader.as_history(turns[-1]))
     told = [turn for turn in steps if turn is not None]
-    return Answer(
+    found = Answer(
         prompt.id,
         prompt.source,
         token_ids=[turn["token_ids"] for turn in turns],
         accepted_by_step=told if len(told) == len(steps) else None,
         thinking=[reader.reasoning_length(turn) for turn in turns],
     )
+    return found, [turn["prompt_token_ids"] for turn in turns]
 
 
 def accepted_by_step(response: dict[str, Any]) -> list[int] | None:

@@ -14,8 +14,9 @@
     * `speed_up`: output tokens/s over the verifier's alone, same prompts, same concurrency; null where that
       was not measured.
     * `same_output`: answers compared token by token with the verifier alone (the verifier itself: with its
-      lowest concurrency): `{reference_concurrency, compared, equal, share, first_difference}`, the last
-      being null or `{id, turn, token, expected, found}`.
+      lowest concurrency): `{reference_concurrency, compared, equal, share, largest_gap, first_difference}`,
+      the last being null or `{id, turn, token, expected, found, gap}`. A gap is the difference of the
+      verifier's log-probabilities of the two tokens, in nats; null where it was not asked.
     * `by_source`, `by_part` (thinking and answer): name -> `{prompts, drafts, acceptance_length,
       acceptance_length_interval, acceptance_by_position}`.
 * `comparisons`: each pair of drafters on the same prompts, for a whole file (`source` null) and for each
@@ -27,7 +28,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -37,6 +38,7 @@ from common import acceptance
 from common.acceptance import Acceptance, Intervals
 
 SCHEMA = 1
+_SHOWN_TOKENS = 8
 Key = tuple[str | None, int, str, int]
 
 
@@ -92,6 +94,8 @@ class Run:
         seconds: wall time.
         refused: prompts that the server refused for good.
         answers: the rest.
+        gaps: prompt id -> nats between the two tokens where its output parts from the reference's, by the
+            verifier's own probabilities; near 0 is a tie that rounding decides.
     """
 
     drafter: str | None
@@ -107,6 +111,7 @@ class Run:
     seconds: float
     refused: int
     answers: list[Answer]
+    gaps: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -161,13 +166,12 @@ def results(
     """
     ordered = _ordered(list(runs), drafters)
     names = list(dict.fromkeys(run.drafter for run in ordered if run.drafter is not None))
-    alone = {(run.prompts, run.concurrency): run for run in ordered if run.drafter is None}
     found = {
         "schema": SCHEMA,
         "verifier": verifier,
         "settings": settings,
         "start": names[0] if names else None,
-        "runs": [_summary(run, alone, decode) for run in ordered],
+        "runs": [_summary(run, ordered, decode) for run in ordered],
         "comparisons": _comparisons(ordered),
     }
     return {**found, "recommendation": _recommendation(found)}
@@ -185,10 +189,8 @@ def _ordered(runs: list[Run], drafters: Sequence[str]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def _summary(
-    run: Run, alone: dict[tuple[str, int], Run], decode: Callable[[list[int]], str]
-) -> dict[str, Any]:
-    reference = alone.get((run.prompts, run.concurrency))
+def _summary(run: Run, runs: list[Run], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    alone = [r for r in runs if (r.drafter, r.prompts, r.concurrency) == (None, run.prompts, run.concurrency)]
     k = run.num_speculative_tokens
     sources = list(dict.fromkeys(answer.source for answer in run.answers))
     sure = acceptance.intervals([answer.acceptance(k) for answer in run.answers]) if run.by_request else None
@@ -210,8 +212,8 @@ def _summary(
         "output_tokens": run.output_tokens,
         "seconds": run.seconds,
         "output_tokens_per_s": run.tokens_per_s,
-        "speed_up": run.tokens_per_s / reference.tokens_per_s if reference else None,
-        "same_output": _same_output(run, alone, decode),
+        "speed_up": run.tokens_per_s / alone[0].tokens_per_s if alone else None,
+        "same_output": _same_output(run, runs, decode),
         "by_source": {
             source: _group([a.acceptance(k) for a in run.answers if a.source == source]) for source in sources
         }
@@ -243,45 +245,73 @@ def _by_part(run: Run) -> dict[str, Any] | None:
     return {name: _group([part[name] for part in parts]) for name in ("thinking", "answer")}
 
 
-def _same_output(
-    run: Run, alone: dict[tuple[str, int], Run], decode: Callable[[list[int]], str]
-) -> dict[str, Any] | None:
-    """Compare with the verifier alone at the same concurrency; the verifier itself with its lowest one.
+def reference(runs: Iterable[Run], drafter: str | None, prompts: str, concurrency: int) -> Run | None:
+    """The run whose outputs a run's are compared with: the verifier alone, as many streams.
 
-    The verifier's own row shows how much of a difference is rounding: another number of streams is enough.
+    The verifier itself is compared with its own lowest concurrency: another number of streams is enough for
+    another rounding, and this shows how often that changes an answer without any drafter.
     """
-    if run.drafter is not None:
-        reference = alone.get((run.prompts, run.concurrency))
-    else:
-        reference = min(
-            (r for r in alone.values() if r.prompts == run.prompts and r.concurrency < run.concurrency),
-            key=lambda r: r.concurrency,
-            default=None,
+    alone = [run for run in runs if run.drafter is None and run.prompts == prompts]
+    if drafter is not None:
+        return next((run for run in alone if run.concurrency == concurrency), None)
+    fewer = [run for run in alone if run.concurrency < concurrency]
+    return min(fewer, key=lambda run: run.concurrency, default=None)
+
+
+def first_differences(wanted: Run, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Answer, int, int]]:
+    """Where answers part from a reference.
+
+    Args:
+        wanted: the reference.
+        answers: prompts that it does not have are passed over.
+
+    Yields:
+        The reference's answer, the other one, the turn and the token of the first difference.
+    """
+    expected = {answer.id: answer for answer in wanted.answers}
+    for found in answers:
+        turns = (
+            zip(expected[found.id].token_ids, found.token_ids, strict=False) if found.id in expected else ()
         )
-    if reference is None:
+        for turn, (left, right) in enumerate(turns):
+            if left != right:
+                alike = takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+                yield expected[found.id], found, turn, sum(1 for _ in alike)
+                break
+
+
+def _same_output(run: Run, runs: list[Run], decode: Callable[[list[int]], str]) -> dict[str, Any] | None:
+    wanted = reference(runs, run.drafter, run.prompts, run.concurrency)
+    if wanted is None:
         return None
-    expected = {answer.id: answer for answer in reference.answers}
-    pairs = [(expected[answer.id], answer) for answer in run.answers if answer.id in expected]
-    different = [(wanted, found) for wanted, found in pairs if wanted.token_ids != found.token_ids]
+    compared = len({answer.id for answer in wanted.answers} & {answer.id for answer in run.answers})
+    different = list(first_differences(wanted, run.answers))
     return {
-        "reference_concurrency": reference.concurrency,
-        "compared": len(pairs),
-        "equal": len(pairs) - len(different),
-        "share": 1 - len(different) / len(pairs) if pairs else None,
-        "first_difference": _first_difference(*different[0], decode) if different else None,
+        "reference_concurrency": wanted.concurrency,
+        "compared": compared,
+        "equal": compared - len(different),
+        "share": 1 - len(different) / compared if compared else None,
+        "largest_gap": max(run.gaps.values()) if different and run.gaps else None,
+        "first_difference": _shown(*different[0], run.gaps, decode) if different else None,
     }
 
 
-def _first_difference(wanted: Answer, found: Answer, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    turns = zip(wanted.token_ids, found.token_ids, strict=False)
-    turn, (left, right) = next((i, pair) for i, pair in enumerate(turns) if pair[0] != pair[1])
-    token = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+def _shown(
+    wanted: Answer,
+    found: Answer,
+    turn: int,
+    token: int,
+    gaps: dict[str, float],
+    decode: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    following = slice(token, token + _SHOWN_TOKENS)
     return {
         "id": wanted.id,
         "turn": turn,
         "token": token,
-        "expected": decode(left[token : token + 8]),
-        "found": decode(right[token : token + 8]),
+        "expected": decode(wanted.token_ids[turn][following]),
+        "found": decode(found.token_ids[turn][following]),
+        "gap": gaps.get(wanted.id),
     }
 
 

@@ -41,7 +41,8 @@ _READING = """## How to read this
 * Same output: answers equal to the verifier's alone, token by token. Drafting is lossless in exact
   arithmetic; in bfloat16, K + 1 tokens in one step round differently from one, and a near tie may then go the
   other way. The verifier's own row, against itself with fewer streams, shows how often that happens without
-  any drafter."""
+  any drafter. Gap: how far apart the verifier itself puts the two tokens; within rounding (a few tenths of a
+  nat in bfloat16) it is a tie, beyond it something is wrong."""
 
 
 def _file_section(prompts: str, found: dict[str, Any]) -> str:
@@ -110,12 +111,16 @@ def _group_table(title: str, column: str, runs: list[dict[str, Any]]) -> str:
 
 
 def _difference_line(run: dict[str, Any]) -> str:
-    first = run["same_output"]["first_difference"]
+    same = run["same_output"]
+    first = same["first_difference"]
     who, k, streams = _who(run)
+    gap = "" if first["gap"] is None else f" ({first['gap']:.3f} nats apart)"
+    largest = "" if same["largest_gap"] is None else f" Largest gap: {same['largest_gap']:.3f} nats."
+    where = f"prompt {first['id']}, turn {first['turn']}, token {first['token']}"
     return (
         f"First difference of {who} (K {k}, {streams} streams) from the verifier with "
-        f"{run['same_output']['reference_concurrency']}: prompt {first['id']}, turn {first['turn']}, token "
-        f"{first['token']}: `{_inline(first['expected'])}` became `{_inline(first['found'])}`."
+        f"{same['reference_concurrency']}: {where}: `{_inline(first['expected'])}` became "
+        f"`{_inline(first['found'])}`{gap}.{largest}"
     )
 
 

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 from common import acceptance, manifest, vllm_server
 from common.acceptance import Counters
 from common.errors import InputError, StageError
+from common.evaluation import Answer
+from common.inference_pool import InferencePool
 from common.verifier import Verifier
 from tests.conftest import ROOT, load_script
 
@@ -271,6 +274,37 @@ def test_a_server_that_is_not_what_was_asked_for_is_refused(
     assert script.main([*base, "--endpoint", endpoints[0], "--num-speculative-tokens", "2"]) == 2
     assert "drafts 3 tokens a step" in capsys.readouterr().err
     assert not (run_dir / "evaluation").exists()
+
+
+@pytest.mark.vllm
+async def test_the_gap_of_two_tokens_is_the_verifiers_own(served_head, evaluation_dir: Path):
+    """The reference takes the runner-up at token 5: the gap must be what the server says of that place."""
+    (endpoint,), _ = served_head
+    (run,) = script.read_runs(evaluation_dir / "evaluation" / "runs.jsonl", [], accept_stale=False)
+    found = run.answers[0]
+    context = [[1, 4093, 198]]
+    async with InferencePool([endpoint], concurrency=1) as pool:
+        served = await script.served_name(pool)
+        response = await pool.complete(
+            model=served,
+            prompt=context[0] + found.token_ids[0][:5],
+            max_tokens=1,
+            temperature=0,
+            logprobs=20,
+            return_tokens_as_token_ids=True,
+        )
+        top = {
+            int(key.removeprefix("token_id:")): value
+            for key, value in response["choices"][0]["logprobs"]["top_logprobs"][0].items()
+        }
+        first, second = sorted(top, key=lambda token: -top[token])[:2]
+        ids = [*found.token_ids[0][:5], first]
+        other = Answer(found.id, found.source, [[*ids[:5], second]], None, [0])
+        this = Answer(found.id, found.source, [ids], None, [0])
+        wanted = replace(run, answers=[other])
+        gaps = await script.gaps_to(wanted, [this], {found.id: context}, pool, served)
+    assert gaps == {found.id: pytest.approx(top[first] - top[second], abs=1e-3)}
+    assert gaps[found.id] >= 0
 
 
 @pytest.mark.vllm

@@ -150,7 +150,24 @@ def test_the_first_difference_of_two_outputs_is_shown():
         "token": 7,
         "expected": str([3] * 8),
         "found": str([99] * 8),
+        "gap": None,
     }
+
+
+def test_the_gap_says_whether_a_difference_is_a_tie():
+    changed = answers(BASE)
+    for i in (3, 5):
+        changed[i].token_ids[0][7:] = [99] * 33
+    same = results(alone(), a_run("base", changed, gaps={"p3": 0.0, "p5": 0.125}))["runs"][1]["same_output"]
+    assert (same["equal"], same["largest_gap"], same["first_difference"]["gap"]) == (10, 0.125, 0.0)
+
+
+def test_a_turn_that_only_one_side_has_is_no_difference():
+    longer = [
+        Answer(a.id, a.source, [*a.token_ids, [1, 2]], [*a.accepted_by_step, [0]], [0, 0])
+        for a in answers(BASE)
+    ]
+    assert results(alone(), a_run("base", longer))["runs"][1]["same_output"]["equal"] == 12
 
 
 def test_an_output_that_is_cut_short_differs_where_it_ends():
