@@ -23,27 +23,12 @@ from common.verifier import Verifier
 _LOG = log.get("drafter")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the drafter's layer: from scratch, and for what a head's config.json leaves open."""
-    group = parser.add_argument_group(
-        "Drafter's layer (from scratch: default the verifier's; --finetune-from: only what its config.json "
-        "lacks)"
-    )
-    group.add_argument("--num-heads", type=int, help="attention heads")
-    group.add_argument("--num-kv-heads", type=int, help="key and value heads")
-    group.add_argument("--head-dim", type=int, help="size of a head")
-    group.add_argument("--intermediate-size", type=int, help="width of the gated MLP")
-    group.add_argument("--rope-theta", type=float, help="base of the rotary embedding, without scaling")
-    group.add_argument("--rms-norm-eps", type=float, help="epsilon of the drafter's norms")
-    group.add_argument("--max-position-embeddings", type=int, help="longest position, in tokens")
-
-
 def transformer_of(verifier: Verifier, args: argparse.Namespace) -> LlamaConfig:
     """The layer of a drafter that is trained from scratch: the flags, else the verifier's own geometry.
 
     Args:
         verifier: its attention must be plain for its geometry to serve; Kimi's is not (MLA).
-        args: from `add_arguments`: `num_heads`, `num_kv_heads`, `head_dim`, `intermediate_size`,
+        args: from `head_flags`: `num_heads`, `num_kv_heads`, `head_dim`, `intermediate_size`,
             `rope_theta`, `rms_norm_eps`, `max_position_embeddings`.
 
     Raises:

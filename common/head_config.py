@@ -54,7 +54,7 @@ def read_head_config(
         checkpoint: gives config.json.
         tensors: by our names.
         verifier: whose hidden size the head must have.
-        args: from `drafter.add_arguments`, for a head whose config.json is missing or incomplete.
+        args: from `head_flags.add_layer_arguments`, for a head whose config.json is missing or incomplete.
         is_midlayer: the layout is `midlayer.*`.
 
     Raises:

@@ -125,7 +125,7 @@ def probe_layer_ids(
     """Measure the imported head on the states of each candidate set and recommend one.
 
     Args:
-        args: with the flags of `warm_start.add_arguments`; the head keeps its own vocabulary.
+        args: with the flags of `head_flags.add_warm_start_arguments`; the head keeps its own vocabulary.
         verifier: the model to draft for.
         captured: ids of the captured aux states, a superset of all candidates.
         candidates: sets of three ids in vLLM's numbering.

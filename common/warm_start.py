@@ -31,37 +31,6 @@ _ESSENTIAL = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `--finetune-from`."""
-    group = parser.add_argument_group("Warm start")
-    group.add_argument("--finetune-from", metavar="PATH|HUB_ID", help="an EAGLE-3 head in any known layout")
-    group.add_argument("--finetune-revision", help="hub branch, tag or commit of --finetune-from")
-    group.add_argument(
-        "--draft-vocab",
-        choices=("rebuild", "checkpoint", "full"),
-        default="rebuild",
-        help="02's vocabulary, the head's own, or the verifier's whole vocabulary",
-    )
-    group.add_argument(
-        "--embedding",
-        choices=("checkpoint", "verifier"),
-        default="checkpoint",
-        help="whose embedding to take; a head without its own always gets the verifier's",
-    )
-    group.add_argument(
-        "--init-missing",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="start tensors that the head lacks (a second layer, say) at random instead of stopping",
-    )
-    group.add_argument(
-        "--min-step0-acceptance",
-        type=float,
-        default=0.05,
-        help="share of drafts with position 0 right below which the run stops before its first step",
-    )
-
-
 @dataclass(frozen=True)
 class TensorLine:
     """One line of the import table.
@@ -166,7 +135,7 @@ def open_plan(
     """Plan the import that the flags ask for.
 
     Args:
-        args: with the flags of `add_arguments` and `drafter.add_arguments`.
+        args: with the flags of both functions of `head_flags`.
         verifier: the model to draft for.
         layer_ids: of the captured states; None leaves them unchecked (`--probe-layer-ids`).
         rebuilt: 02's vocabulary, for `--draft-vocab rebuild`.
