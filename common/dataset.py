@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from common import atomic_io
 from common.errors import InputError, StageError
 
 if TYPE_CHECKING:
     import datasets
 
+_ROWS = "data-00000-of-00001.arrow"
 _LAST = "state.json"
 
 
@@ -70,7 +74,7 @@ def write(folder: Path, rows: Iterable[TrainingRow]) -> int:
     building.mkdir(parents=True)
     try:
         count = 0
-        with ArrowWriter(path=str(building / "rows.arrow"), features=features) as writer:
+        with ArrowWriter(path=str(building / _ROWS), features=features) as writer:
             for row in rows:
                 _check(row)
                 writer.write(dict(row))
@@ -78,9 +82,8 @@ def write(folder: Path, rows: Iterable[TrainingRow]) -> int:
             writer.finalize()
         if not count:
             raise StageError(f"{folder}: not one training row was made, so there is nothing to train on")
-        whole = datasets.Dataset.from_file(str(building / "rows.arrow")).with_format("torch")
-        whole.save_to_disk(building / "saved")
-        _move(building / "saved", folder)
+        _save(features, building)
+        _move(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return count
@@ -121,9 +124,27 @@ def _check(row: TrainingRow) -> None:
         )
 
 
+def _save(features: datasets.Features, building: Path) -> None:
+    """Put what `save_to_disk` writes around the rows: its own copy would map them all into memory."""
+    import datasets
+
+    empty = datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+    empty.with_format("torch").save_to_disk(building / "empty")
+    state = atomic_io.read_json(building / "empty" / _LAST)
+    state["_data_files"] = [{"filename": _ROWS}]
+    # Of its own, or caches of `datasets` would take all our data sets for one.
+    state["_fingerprint"] = secrets.token_hex(8)
+    atomic_io.write_json(building / _LAST, state)
+    (building / "empty" / "dataset_info.json").rename(building / "dataset_info.json")
+    shutil.rmtree(building / "empty")
+
+
 def _move(built: Path, folder: Path) -> None:
     (folder / _LAST).unlink(missing_ok=True)
     for old in folder.glob("data-*.arrow"):
         old.unlink()
     for file in sorted(built.iterdir(), key=lambda path: path.name == _LAST):
+        with file.open("rb") as content:
+            os.fsync(content.fileno())
         file.rename(folder / file.name)
+    atomic_io.sync_folder(folder)
