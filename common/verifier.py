@@ -131,24 +131,29 @@ class Verifier:
         """
         from transformers import AutoTokenizer
 
+        expected = [self._expectation(text) for text in self.expected_tokens]
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"--verifier {self.name}: its tokenizer cannot be loaded: {error}") from error
-        for expectation in self.expected_tokens:
-            text, _, wanted = expectation.rpartition("=")
-            if not text or not wanted.isdecimal():
-                raise InputError(f"--expect-token {expectation}: expected TEXT=ID, e.g. '<|im_end|>=163586'")
+        for text, wanted in expected:
             found = tokenizer.convert_tokens_to_ids(text)
-            if str(found) != wanted:
+            if found != wanted:
                 raise InputError(
                     f"{self.name}: the tokenizer gives {text!r} the id {found}, --expect-token {wanted}. "
                     "Shifted special ids train the drafter on tokens that the server never emits, without an "
                     "error. Pass --trust-remote-code if the tokenizer needs it, or correct the expectation."
                 )
         return tokenizer
+
+    @staticmethod
+    def _expectation(said: str) -> tuple[str, int]:
+        text, _, token_id = said.rpartition("=")
+        if not text or not token_id.isdecimal():
+            raise InputError(f"--expect-token {said}: expected TEXT=ID, e.g. '<|im_end|>=163586'")
+        return text, int(token_id)
 
     @property
     def stop_ids(self) -> list[int]:

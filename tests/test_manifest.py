@@ -63,14 +63,14 @@ def test_a_tuple_among_the_settings_is_the_list_that_json_makes_of_it(folder: Pa
 
 def test_a_folder_of_another_stage_is_refused(folder: Path) -> None:
     Manifest("01_prepare_data", {"layer_ids": [2, 15, 27]}).write(folder)
-    with pytest.raises(InputError, match="was made by 01_prepare_data.py, and 03_capture_hidden.py would"):
+    with pytest.raises(InputError, match=r"was made by 01_prepare_data.py, and 03_capture_hidden.py would"):
         begin(folder, record())
 
 
 def test_a_changed_input_is_refused_in_a_begun_and_in_a_finished_folder(folder: Path) -> None:
     begin(folder, record({"dataset": "aaaa", "vocab": "cccc"}))
     for _ in range(2):
-        with pytest.raises(InputError, match="was made from another version of dataset. .*--accept-stale"):
+        with pytest.raises(InputError, match=r"was made from another version of dataset. .*--accept-stale"):
             begin(folder, record({"dataset": "bbbb", "vocab": "cccc"}))
         record({"dataset": "aaaa", "vocab": "cccc"}).write(folder)
 
@@ -139,14 +139,12 @@ def test_a_manifest_of_another_schema_is_refused_by_name(folder: Path, content: 
     folder.mkdir()
     (folder / "manifest.json").write_text(content)
     for attempt in (lambda: manifest.read(folder, SCRIPT), lambda: begin(folder, record())):
-        with pytest.raises(
-            InputError, match=r"manifest.json: expected a manifest of schema 1. .*--overwrite"
-        ):
+        with pytest.raises(InputError, match=r"manifest.json: expected a manifest of schema 1. .*--over"):
             attempt()
 
 
 def test_a_manifest_that_is_absent_or_torn_is_bad_input(folder: Path) -> None:
-    with pytest.raises(InputError, match="does not exist. Run `03_capture_hidden.py` first"):
+    with pytest.raises(InputError, match=r"does not exist. Run `03_capture_hidden.py` first"):
         manifest.read(folder, SCRIPT)
     folder.mkdir()
     (folder / "manifest.json").write_text('{"stage": ')
