@@ -83,10 +83,10 @@ def trained_frame(verifier_rows: torch.Tensor, trained_rows: torch.Tensor) -> to
 
     Ridge regression: `M = argmin ||V M - W||^2 + r ||M||^2`, solved by the normal equations in float64.
     Verifier rows as they are draw the argmax away from trained rows: a trained head lives in another frame.
-    Measured on the shared head at step 0 (1,750 rows kept, 2,346 new; acceptance length, K = 3): its own map
-    1.266, verifier rows as they are 1.185, plus the mean of (trained - verifier) over kept rows 1.250, this map
-    1.270. Regressing the verifier's logits of the new tokens on captured states gave 1.027 as it is and 1.269
-    when scaled to the kept rows (new rows then never win), so the states add nothing.
+    Measured on the shared head at step 0 (1,750 rows kept, 2,346 new; acceptance length, K = 3): its own
+    map 1.266, verifier rows as they are 1.185, plus the mean of (trained - verifier) over kept rows 1.250,
+    this map 1.270. Regressing the verifier's logits of the new tokens on captured states gave 1.027, and
+    1.269 when scaled to the kept rows (new rows then never win): the states add nothing.
 
     Args:
         verifier_rows: [K, H], the verifier's rows of the kept tokens.
