@@ -62,3 +62,37 @@ def kimi_like_dir(verifier_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
             (folder / file.name).symlink_to(file.resolve())
     (folder / "chat_template.jinja").write_text((ROOT / "tests" / "kimi_like.jinja").read_text())
     return folder
+
+
+@pytest.fixture(scope="session")
+def captured_run(verifier_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with dataset/ and hidden_states/: SmolLM2's own answers to 40 of the demo's prompts.
+
+    The token ids in tests/data are what vLLM answered at temperature 0.7; the states are captured here, by
+    stage 03's transformers backend.
+    """
+    from common import atomic_io, dataset, manifest
+    from common.verifier import Verifier
+
+    run = tmp_path_factory.mktemp("captured")
+    rows: list[dataset.TrainingRow] = []
+    for number, answer in enumerate(
+        atomic_io.read_json_lines(ROOT / "tests" / "data" / "smollm2_answers.jsonl")
+    ):
+        prompt, generated = answer["prompt_token_ids"], answer["token_ids"]
+        rows.append(
+            {
+                "input_ids": prompt + generated,
+                "loss_mask": [0] * len(prompt) + [1] * len(generated),
+                "seq_len": len(prompt) + len(generated),
+                "id": f"{number:04d}#0",
+                "source": answer["source"],
+            }
+        )
+    dataset.write(run / "dataset", rows)
+    record = manifest.Manifest(stage="01b_generate_synthetic", config={})
+    record.facts = Verifier(str(verifier_dir)).facts()
+    record.write(run / "dataset")
+    argv = ["--run-dir", str(run), "--backend", "transformers", "--dtype", "float32"]
+    assert load_script("03_capture_hidden").main(argv) == 0
+    return run
