@@ -1,10 +1,10 @@
 """Asks the verifier for its own answers to prompts/train.jsonl -> responses/, and dataset/ with exact ids.
 
-  Kimi-K2.5 with thinking, on a vLLM server that runs already:
-    python 01b_generate_synthetic.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --endpoint http://127.0.0.1:8000/v1
-  two servers, 64 requests in flight at each; look at eight answers before paying for all:
+  Kimi-K2.5 with thinking; eight answers to look at, before paying for all:
+    python 01b_generate_synthetic.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --sample 8
+  two servers that run already, 64 requests in flight at each:
     python 01b_generate_synthetic.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --concurrency 64 \\
-        --endpoint http://node1:8000/v1 --endpoint http://node2:8000/v1 --sample 8
+        --no-serve --endpoint http://node1:8000/v1 --endpoint http://node2:8000/v1
   two minutes on a laptop CPU:
     python 01b_generate_synthetic.py --verifier models/smollm2-135m-instruct --serve --run-dir runs/demo \\
         --server-args '--max-model-len 2048' --limit 20 --max-tokens 64

@@ -117,9 +117,10 @@ class Reader:
         return [flag for flag in FLAGS if found[flag]]
 
     def thinks(self, turn: Turn) -> bool:
-        """Whether reasoning arrived: as a field, as think ids in the answer, or opened by the prompt."""
-        marks = self._opens | self._ends
-        return bool(turn["reasoning"]) or not marks.isdisjoint(turn["token_ids"]) or self._is_opened(turn)
+        """Whether reasoning arrived: as a field, as think marks in the answer, or opened by the prompt."""
+        marked = not (self._opens | self._ends).isdisjoint(turn["token_ids"])
+        written = any(mark in (turn["content"] or "") for mark in _ENDS_THINKING)
+        return bool(turn["reasoning"]) or marked or written or self._is_opened(turn)
 
     def reasoning_length(self, turn: Turn) -> int:
         """Tokens up to and with the end of thinking; by share of characters where no id marks it."""
@@ -148,15 +149,25 @@ class Reader:
         return {key: value for key, value in message.items() if value is not None}
 
     def render(self, request: dict[str, Any]) -> list[int]:
-        """Prompt ids by the verifier's own chat template."""
-        ids = self.verifier.tokenizer.apply_chat_template(
-            request["messages"],
-            tools=request.get("tools"),
-            add_generation_prompt=True,
-            return_dict=False,
-            **request.get("chat_template_kwargs", {}),
-        )
-        return list(ids)
+        """Prompt ids by the verifier's own chat template.
+
+        Raises:
+            RequestFailed: the template refuses the conversation.
+        """
+        from jinja2 import TemplateError
+
+        tokenizer = self.verifier.tokenizer
+        try:
+            text = tokenizer.apply_chat_template(
+                request["messages"],
+                tools=request.get("tools"),
+                tokenize=False,
+                add_generation_prompt=True,
+                **request.get("chat_template_kwargs", {}),
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise _unusable("template_refuses", str(error)) from error
+        return tokenizer.encode(str(text), add_special_tokens=False)
 
     def _make_ids(self, request: dict[str, Any], turn: Turn) -> None:
         """Fill in ids from the text; the server's counts must prove them where it sends any."""
