@@ -65,7 +65,7 @@ class DraftVocab:
             raise InputError(
                 f"--force-token {outside[0]} is outside of the verifier's vocabulary of {vocab_size}"
             )
-        if not len(set(forced)) <= size <= vocab_size:
+        if not max(1, len(set(forced))) <= size <= vocab_size:
             raise InputError(
                 f"--draft-vocab-size {size} must lie between the {len(set(forced))} forced tokens and the "
                 f"verifier's vocabulary of {vocab_size}"
