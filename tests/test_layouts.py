@@ -164,7 +164,7 @@ def test_another_kind_of_drafter_is_refused_by_its_name(key: str, what: str) -> 
 
 def test_an_eagle_1_head_is_refused_by_its_name() -> None:
     keys = [f"layers.0.{name}" for name in IN_LAYER if name != "hidden_norm.weight"]
-    with pytest.raises(InputError, match="an EAGLE-1/2 head .*one hidden state and not three"):
+    with pytest.raises(InputError, match=r"an EAGLE-1/2 head .*one hidden state and not three"):
         layouts.recognise([*keys, "fc.weight", "fc.bias", "embed_tokens.weight"])
 
 
