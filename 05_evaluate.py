@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -212,8 +213,11 @@ def named_drafters(args: argparse.Namespace) -> list[Drafter]:
     drafters = []
     for text in named:
         name, _, path = text.partition("=")
-        if not name or not path:
-            raise InputError(f"--drafter {text}: expected NAME=PATH, e.g. tuned=runs/demo/drafter")
+        if not re.fullmatch(r"[\w.-]+", name) or not path:
+            raise InputError(
+                f"--drafter {text}: expected NAME=PATH with a name of letters, digits, '.', '_' and '-', "
+                "e.g. tuned=runs/demo/drafter"
+            )
         if not (Path(path) / "config.json").exists():
             raise InputError(
                 f"--drafter {text}: no config.json in {path}. 04_train.py writes RUN_DIR/drafter; a hub's "
@@ -260,7 +264,8 @@ def plan(args: argparse.Namespace, drafters: list[Drafter], files: list[PromptFi
     ]
     if args.serve or not drafters:
         servers.insert(0, (None, 0))
-    return [Job(d, k, file, c) for d, k in servers for file in files for c in args.concurrency]
+    jobs = [Job(d, k, file, c) for d, k in servers for file in files for c in args.concurrency]
+    return list({job.key: job for job in jobs}.values())
 
 
 def read_runs(path: Path, drafters: list[Drafter], accept_stale: bool) -> list[Run]:
@@ -389,7 +394,7 @@ async def measure(
     found: dict[str, tuple[Answer, list[list[int]]]] = {}
     async with InferencePool(endpoints, concurrency=job.concurrency) as pool:
         body = {**body, "model": await served_name(pool)}
-        before = read_counters(endpoints)
+        before = idle_counters(endpoints)
         begun = time.monotonic()
         async for prompt, outcome in pool.run(
             job.file.prompts, lambda prompt: answer(pool, prompt, body, reader)
@@ -535,6 +540,22 @@ def read_counters(endpoints: list[str]) -> Counters:
         except httpx.HTTPError as error:
             raise StageError(f"{vllm_server.root_url(url)}/metrics cannot be read: {error}") from None
     return reduce(add, map(Counters.parse, texts))
+
+
+def idle_counters(endpoints: list[str]) -> Counters:
+    """The counters once two readings agree: earlier requests may be counted a moment after their answers.
+
+    Raises:
+        StageError: they never do.
+    """
+    deadline = time.monotonic() + _COUNTER_LAG_S
+    counters = read_counters(endpoints)
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        earlier, counters = counters, read_counters(endpoints)
+        if counters == earlier:
+            return counters
+    raise StageError("the server is busy with somebody else's requests; run this again when it is idle")
 
 
 def settled_counters(endpoints: list[str], before: Counters, tokens: int) -> Counters:

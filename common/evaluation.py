@@ -447,4 +447,5 @@ def change(comparison: dict[str, Any]) -> str:
 def label(prompts: str) -> str:
     """A prompt file's short name: `runs/b/prompts/eval.jsonl` -> `b/prompts/eval`."""
     path = Path(prompts)
-    return "/".join([*path.parts[-3:-1], path.stem]) if path.suffix and len(path.parts) > 1 else path.stem
+    folders = [part for part in path.parts[-3:-1] if part not in ("/", "..")]
+    return "/".join([*folders, path.stem])

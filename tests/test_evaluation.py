@@ -219,7 +219,8 @@ def test_a_run_survives_its_file():
         ("runs/b/prompts/eval.jsonl", "b/prompts/eval"),
         ("mt_bench.jsonl", "mt_bench"),
         ("/data/mt_bench.jsonl", "data/mt_bench"),
+        ("../shared/mt_bench.jsonl", "shared/mt_bench"),
     ],
 )
 def test_prompt_files_have_short_names(prompts: str, short: str):
-    assert evaluation.label(prompts).lstrip("/") == short
+    assert evaluation.label(prompts) == short
