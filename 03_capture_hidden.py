@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     states.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the computation, for --backend transformers; default: float32 (stored is always bfloat16)",
+        help="of the computation, for --backend transformers; default: bfloat16, as it is stored",
     )
     states.add_argument(
         "--batch-tokens",
@@ -308,7 +308,7 @@ def _backend(plan: Plan) -> Iterator[AbstractAsyncContextManager[Backend]]:
 
         from common.capture_transformers import TransformersBackend
 
-        dtype = getattr(torch, args.dtype or "float32")
+        dtype = getattr(torch, args.dtype or "bfloat16")
         yield nullcontext(TransformersBackend(plan.model, plan.store, plan.all_ids, dtype, args.batch_tokens))
         return
     _require_positions(plan)

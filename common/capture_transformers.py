@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,10 @@ class TransformersBackend:
         batch_tokens: int,
     ) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
         self._store = store
         self._layer_ids = layer_ids
         self._batch_tokens = batch_tokens

@@ -1,0 +1,59 @@
+"""Random verifiers of a few megabytes, with SmolLM2's tokenizer, that transformers and vLLM both load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+DEEPSEEK_LAYERS = 6
+DEEPSEEK_IDS = [1, 3, 5]
+
+
+def save_deepseek_v3(folder: Path, tokenizer_from: Path) -> Path:
+    """Kimi's architecture in small: multi-head latent attention, a dense layer, then mixtures of experts.
+
+    vLLM's CPU kernel for latent attention wants kv_lora_rank 512 and qk_rope_head_dim 64.
+    """
+    import torch
+    from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
+    config = DeepseekV3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=DEEPSEEK_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=True,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        # In its class these are no fields; vLLM reads them from the file.
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    )
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Norms of 1 would make a norm applied twice invisible.
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.2, 3.0)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer_from / name, folder / name)
+    return folder
