@@ -393,14 +393,6 @@ def test_other_drop_flags_make_the_data_set_again_without_asking_the_server(run:
     assert _dataset_ids(run_dir) == [f"{ids[0]}#0"]
 
 
-def test_a_loop_is_seen_and_code_is_not() -> None:
-    script = (ROOT / "01b_generate_synthetic.py").read_bytes()
-    assert responses.repetition(list(b"and so on, " * 20)) > 0.9
-    assert responses.repetition([1, 2, 3] * 10) == 0  # too short to tell
-    assert responses.repetition(list(script[:8000])) < 0.5
-    assert responses.repetition(list(range(1000))) == 0
-
-
 # --------------------------------------------------------------------------------------------------------
 # What Kimi's template does, on SmolLM2's tokenizer
 
