@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.errors import InputError
 
+if TYPE_CHECKING:
+    import torch
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    from common.verifier import Verifier
+
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
+_LOGIT_BYTES = 2**28  # of [positions, V] float32 logits at a time: 409 positions at V = 163,840
 
 Interval = tuple[float, float]
 
@@ -36,6 +44,107 @@ class Acceptance:
     def length(self) -> float:
         """Tokens that a verification step yields: `1 + sum_k P(tokens 0..k accepted)`, tau in EAGLE-3."""
         return 1.0 + sum(self.by_position)
+
+    def as_json(self) -> dict[str, Any]:
+        """`{acceptance_length, by_position, drafts}`, for logs and reports."""
+        return {"acceptance_length": self.length, "by_position": self.by_position, "drafts": self.drafts}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Acceptance:
+        """The inverse of `as_json`."""
+        return cls(row["drafts"], tuple(round(share * row["drafts"]) for share in row["by_position"]))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Offline: counted on captured states
+#
+# In training a draft token is fed the data's own tokens, not the ones drafted before it. While those were
+# right both are the same, and a draft counts no further, so the chain is what serving accepts (exactly so
+# for rows answered at temperature 0). Right means the verifier's choice over its whole vocabulary:
+# speculators compares inside the draft vocabulary and read 0.286 where serving gave 0.207.
+
+
+def measure_offline(
+    model: Eagle3DraftModel, batches: Iterable[dict[str, Any]], verifier: Verifier, ttt_steps: int
+) -> Acceptance:
+    """Acceptance of a drafter on rows with captured states.
+
+    Args:
+        model: on any device.
+        batches: as speculators collates them, states in bfloat16 or in the model's dtype.
+        verifier: gives the lm_head.
+        ttt_steps: K, draft tokens in a chain.
+    """
+    lm_head = verifier.tensor("lm_head").to(model.device).float()
+    counts = (
+        count_accepted(model, batch, verifier_choices(model, batch, lm_head), ttt_steps).sum(0).tolist()
+        for batch in batches
+    )
+    return total(Acceptance(drafts, tuple(accepted)) for drafts, *accepted in counts)
+
+
+def verifier_choices(model: Eagle3DraftModel, batch: dict[str, Any], lm_head: torch.Tensor) -> torch.Tensor:
+    """The token that the verifier prefers after each supervised position, over its whole vocabulary.
+
+    Args:
+        model: its `verifier_norm` has the verifier's weight and epsilon.
+        batch: `verifier_last_hidden_states` [1, T, H], `loss_mask` [1, T].
+        lm_head: [V, H] float32, the verifier's, on the model's device.
+
+    Returns:
+        [T] int64 on the model's device; -1 where nothing is supervised.
+    """
+    import torch
+
+    mask = batch["loss_mask"][0].bool()
+    choices = torch.full(mask.shape, -1, dtype=torch.int64, device=model.device)
+    states = batch["verifier_last_hidden_states"][0][mask].to(model.device)
+    if len(states):
+        at_once = max(1, _LOGIT_BYTES // (4 * len(lm_head)))
+        with torch.no_grad():
+            chosen = [
+                (model.verifier_norm(some.float()) @ lm_head.T).argmax(-1) for some in states.split(at_once)
+            ]
+        choices[mask.to(model.device)] = torch.cat(chosen)
+    return choices
+
+
+def count_accepted(
+    model: Eagle3DraftModel, batch: dict[str, Any], choices: torch.Tensor, ttt_steps: int
+) -> torch.Tensor:
+    """Drafts of each packed row, and how many of their tokens the verifier would accept.
+
+    A draft starts at each position from which on K positions of one row are supervised; the last K - 1 of an
+    answer start none, because what the verifier would say after them was not captured.
+
+    Args:
+        model: on any device; `input_ids` etc. are moved there.
+        batch: `hidden_states` [1, T, 3H], `input_ids`, `document_ids`, `loss_mask`, `position_ids` [1, T].
+        choices: [T] int64, from `verifier_choices`.
+        ttt_steps: K.
+
+    Returns:
+        [rows, 1 + K] int64: drafts, then those whose tokens 0..k were all right.
+    """
+    import torch
+
+    names = ("hidden_states", "input_ids", "document_ids", "loss_mask", "position_ids")
+    inputs = {name: batch[name].to(model.device) for name in names}
+    states = inputs["hidden_states"]
+    mixed = torch.autocast(states.device.type, torch.bfloat16, enabled=states.dtype == torch.bfloat16)
+    with torch.no_grad(), mixed:
+        drafted = model(**inputs, ttt_steps=ttt_steps)
+    rows, supervised = inputs["document_ids"][0], inputs["loss_mask"][0].bool()
+    starts = max(0, len(rows) - ttt_steps + 1)
+    right = torch.ones(starts, dtype=torch.bool, device=states.device)
+    for step in range(ttt_steps):
+        right &= supervised[step : step + starts] & (rows[step : step + starts] == rows[:starts])
+    columns = [right]
+    for step, draft_ids in enumerate(drafted):
+        tokens = draft_ids[0] if model.d2t is None else draft_ids[0] + model.d2t[draft_ids[0]]
+        columns.append(columns[-1] & (tokens[:starts] == choices[step : step + starts]))
+    counts = torch.zeros(int(rows.max()) + 1, 1 + ttt_steps, dtype=torch.int64, device=states.device)
+    return counts.index_add_(0, rows[:starts].clamp(min=0), torch.stack(columns, 1).long())
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,281 @@
+"""Training rows with their states: which take part, speculators' loaders of them, and the held-out check."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hs_connectors import FileTransfer
+from numpy.typing import NDArray
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.eagle3.data import shift_batch
+from speculators.train import dataloader
+from torch.utils.data import DataLoader
+
+from common import acceptance, dataset, log
+from common.acceptance import Acceptance
+from common.errors import InputError, StageError
+from common.hidden_states import HiddenStateStore
+from common.verifier import Verifier
+
+if TYPE_CHECKING:
+    import datasets
+
+_LOG = log.get("loaders")
+_PREFETCH = 4
+_ROWS_AT_ONCE = 1000
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a data set, their states, and how they part into trained and held-out ones.
+
+    Attributes:
+        folder: the data set.
+        store: its captured states.
+        sources: of each row.
+        boundary: rows before it train, the others are held out.
+        failed: rows without states, as 03 recorded them.
+        unsupervised: rows whose first `total_seq_len` tokens hold nothing to learn.
+    """
+
+    folder: Path
+    store: HiddenStateStore
+    sources: Sequence[str]
+    boundary: int
+    failed: Rows
+    unsupervised: Rows
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        store: HiddenStateStore,
+        failed: Sequence[int],
+        total_seq_len: int,
+        eval_ratio: float,
+    ) -> TrainingRows:
+        """Read ids, sources and masks, and look for each row's file.
+
+        Args:
+            folder: `dataset/`.
+            store: `hidden_states/`.
+            failed: rows that the capture gave up.
+            total_seq_len: tokens of a packed batch; longer rows are cut there.
+            eval_ratio: share of the rows to hold out, from the end.
+
+        Raises:
+            InputError: states are missing, or one of the two parts would be empty.
+        """
+        rows = dataset.load(folder)
+        plain = rows.with_format(None)
+        lengths = dict(enumerate(plain["seq_len"]))
+        missing = sorted(lengths.keys() - store.done(lengths) - set(failed))
+        if missing:
+            raise InputError(
+                f"{store.path(missing[0])}: absent, or not of the form that its row needs ({len(missing)} "
+                "such rows). Run 03_capture_hidden.py again; it captures what is missing."
+            )
+        sources = plain["source"] if "source" in plain.column_names else ["all"] * len(rows)
+        ids = plain["id"] if "id" in plain.column_names else [str(row) for row in lengths]
+        unsupervised = _rows_without_loss(rows, total_seq_len)
+        boundary = _boundary(list(ids), eval_ratio)
+        found = cls(folder, store, list(sources), boundary, np.array(failed, np.int64), unsupervised)
+        for name, part in (("trained", found.trained), ("held-out", found.held_out)):
+            if not len(part):
+                raise InputError(
+                    f"{folder} leaves no {name} rows: {len(rows)} rows, --eval-ratio {eval_ratio}, "
+                    f"{len(failed)} without states, {len(unsupervised)} without a supervised token in the "
+                    f"first {total_seq_len}. Make more rows, or raise --total-seq-len."
+                )
+        return found
+
+    @property
+    def left_out(self) -> Rows:
+        """Rows that take no part."""
+        return np.union1d(self.failed, self.unsupervised)
+
+    @property
+    def trained(self) -> Rows:
+        """Rows that train."""
+        return np.setdiff1d(np.arange(self.boundary), self.left_out)
+
+    @property
+    def held_out(self) -> Rows:
+        """Rows that are only measured."""
+        return np.setdiff1d(np.arange(self.boundary, len(self.sources)), self.left_out)
+
+    def counts(self) -> dict[str, Any]:
+        """Where each row went, for the manifest."""
+        unsupervised = np.setdiff1d(self.unsupervised, self.failed)
+        return {
+            "read": len(self.sources),
+            "written": len(self.trained),
+            "dropped": {"held_out": len(self.held_out), "no_supervised_token": len(unsupervised)},
+            "failed": len(self.failed),
+        }
+
+    def loaders(
+        self, *, total_seq_len: int, dtype: torch.dtype, num_workers: int, seed: int
+    ) -> tuple[DataLoader, DataLoader]:
+        """speculators' loaders of the trained and of the held-out rows, packed into batches.
+
+        Args:
+            total_seq_len: tokens of a batch.
+            dtype: of the states in a batch.
+            num_workers: reading processes; 0 reads in this one.
+            seed: of the order of the trained rows, the same on every process.
+        """
+        both = dataloader.create_train_val_loaders(
+            data_path=str(self.folder),
+            total_seq_len=total_seq_len,
+            hidden_states_dtype=dtype,
+            transfer=FileTransfer(self.store.folder),
+            on_missing="raise",
+            hidden_size=self.store.hidden_size,
+            num_target_layers=self.store.num_aux,
+            num_workers=num_workers,
+            prefetch_factor=_PREFETCH,
+            preprocess=shift_batch,
+            # speculators splits at int(rows x ratio); the half keeps that away from rounding.
+            train_data_ratio=(self.boundary + 0.5) / len(self.sources),
+            seed=seed,
+            # Nothing is generated while training: every row has its file.
+            vllm_endpoint="",
+            verifier_name_or_path="",
+            request_timeout=None,
+            max_retries=0,
+            generation_validation_retries=0,
+            max_consecutive_generation_failures=1,
+        )
+        for loader, rows, first in zip(both, (self.trained, self.held_out), (0, self.boundary), strict=True):
+            sampler: Any = loader.batch_sampler
+            sampler.valid_indices = rows - first
+            if num_workers:
+                loader.worker_init_fn = _start_worker
+        return both
+
+
+def _rows_without_loss(rows: datasets.Dataset, total_seq_len: int) -> Rows:
+    """Rows whose part that fits a batch has no loss; position 0 never has: nothing predicts it."""
+    found, first = [], 0
+    for table in rows.select_columns(["loss_mask"]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        column = table["loss_mask"].combine_chunks()
+        ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+        masks = np.split(column.flatten().to_numpy(zero_copy_only=False), ends[:-1])
+        found += [first + row for row, mask in enumerate(masks) if not mask[1 : total_seq_len + 1].any()]
+        first += len(masks)
+    return np.array(found, np.int64)
+
+
+def _boundary(ids: list[str], eval_ratio: float) -> int:
+    """First held-out row, moved so that no conversation has turns (`prompt#turn`) on both sides."""
+    boundary = min(max(round(len(ids) * (1 - eval_ratio)), 1), len(ids) - 1)
+    prompts = [row.rpartition("#")[0] or row for row in ids]
+    while 0 < boundary < len(ids) and prompts[boundary] == prompts[boundary - 1]:
+        boundary -= 1
+    return boundary
+
+
+def _start_worker(worker_id: int) -> None:
+    dataloader._worker_init_fn(worker_id)
+    # Ctrl-C reaches the whole group: the trainer saves a checkpoint, and needs no torn-down workers for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def rows_of_batch(loader: DataLoader, epoch: int, index: int) -> list[int]:
+    """Rows of the data set in the batch of that index, in the order of its `document_ids`."""
+    sampler: Any = loader.batch_sampler
+    held: Any = loader.dataset
+    return [int(row) + held.start_file_idx for row in sampler._generate_batches(epoch)[index]]
+
+
+def require_whole(batch: dict[str, Any]) -> None:
+    """Stop at a batch that speculators' data set filled with less than its rows.
+
+    Raises:
+        StageError: a row's states hold other token ids than the row.
+    """
+    if batch["error_records"]:
+        raise StageError(
+            f"{batch['error_records']} rows of this batch have states of other token ids than their own: "
+            "dataset/ and hidden_states/ no longer belong together. Run `03_capture_hidden.py --verify`, "
+            "then `03_capture_hidden.py --overwrite`."
+        )
+
+
+@dataclass
+class HeldOut:
+    """Measures acceptance on the held-out rows; the verifier's choices are computed once and kept.
+
+    Attributes:
+        rows: gives the source of each row.
+        loader: of the held-out rows, in one fixed order.
+        verifier: gives the lm_head of the first pass.
+        ttt_steps: K.
+    """
+
+    rows: TrainingRows
+    loader: DataLoader
+    verifier: Verifier
+    ttt_steps: int
+    _choices: list[torch.Tensor] = field(default_factory=list, init=False)
+
+    def measure(self, model: Eagle3DraftModel) -> Acceptance:
+        """All held-out rows together, those of other processes included."""
+        return acceptance.total(self.by_source(model).values())
+
+    def by_source(self, model: Eagle3DraftModel) -> dict[str, Acceptance]:
+        """Acceptance for each source of the held-out rows."""
+        was_training = model.training
+        model.eval()
+        names = self._names
+        counts = torch.zeros(len(names), 1 + self.ttt_steps, dtype=torch.int64, device=model.device)
+        with log.bar(len(self.loader), unit="batches", description="held-out rows") as bar:
+            for index, (batch, choices) in enumerate(self._batches(model)):
+                labels = [names.index(self.rows.sources[row]) for row in rows_of_batch(self.loader, 0, index)]
+                counted = acceptance.count_accepted(model, batch, choices, self.ttt_steps)
+                counts.index_add_(0, torch.tensor(labels, device=model.device)[: len(counted)], counted)
+                bar.update()
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        model.train(was_training)
+        parts = zip(names, counts.tolist(), strict=True)
+        return {name: Acceptance(drafts, tuple(accepted)) for name, (drafts, *accepted) in parts}
+
+    def coverage(self, model: Eagle3DraftModel) -> float | None:
+        """Share of the verifier's choices that the draft vocabulary has; None before the first measure."""
+        if not self._choices:
+            return None
+        if model.t2d is None:
+            return 1.0
+        known = torch.cat([choices[choices >= 0] for choices in self._choices])
+        return model.t2d.cpu()[known].float().mean().item()
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted({self.rows.sources[row] for row in self.rows.held_out})
+
+    def _batches(self, model: Eagle3DraftModel) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        remembered = bool(self._choices)
+        choose: Callable[[dict[str, Any]], torch.Tensor] | None = None
+        if not remembered:
+            # [V, H] float32 (4.7 GB at Kimi's size) for the first pass only.
+            lm_head = self.verifier.tensor("lm_head").to(model.device).float()
+
+            def choose(batch: dict[str, Any]) -> torch.Tensor:
+                return acceptance.verifier_choices(model, batch, lm_head)
+
+        for index, batch in enumerate(self.loader):
+            require_whole(batch)
+            if choose is not None:
+                self._choices.append(choose(batch).cpu())
+            yield batch, self._choices[index].to(model.device)

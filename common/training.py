@@ -1,0 +1,512 @@
+"""speculators' Trainer on CUDA and on a CPU, with what runs of days need: exact resume, guards, hard stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.train import distributed
+from speculators.train import trainer as speculators_trainer
+from speculators.train.logger import TensorBoardHandler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from common import acceptance, atomic_io, log
+from common.acceptance import Acceptance
+from common.errors import InputError, StageError
+from common.loaders import HeldOut, Rows, require_whole
+from common.train_checkpoints import StepCheckpointer
+
+_LOG = log.get("training")
+_METRICS = logging.getLogger("speculators.metrics")
+_CLIP = 1.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a run: equal settings and inputs give equal weights.
+
+    Attributes:
+        lr: highest learning rate.
+        epochs: passes over the trained rows.
+        max_steps: hard stop, None for none.
+        ttt_steps: K, draft tokens in a chain.
+        optimizer: muon takes the matrices and leaves head and norms to adamw.
+        weight_decay: of adamw.
+        scheduler: of the learning rate after the warm-up, down to zero at the last step.
+        warmup_ratio: share of the steps.
+        save_every: steps from checkpoint to checkpoint, beside one at each epoch's end.
+        keep_last: checkpoints kept, beside the best.
+        max_bad_steps: steps without finite gradient that are skipped before the run stops.
+    """
+
+    lr: float
+    epochs: int
+    max_steps: int | None
+    ttt_steps: int
+    optimizer: Literal["adamw", "muon"]
+    weight_decay: float
+    scheduler: Literal["cosine", "linear", "none"]
+    warmup_ratio: float
+    save_every: int
+    keep_last: int
+    max_bad_steps: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run has to tell.
+
+    Attributes:
+        steps: steps that were made.
+        best_step: the checkpoint with the greatest held-out acceptance length.
+        best: its acceptance, by source.
+        bad_steps: steps that were skipped.
+    """
+
+    steps: int
+    best_step: int
+    best: dict[str, Acceptance]
+    bad_steps: int
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Devices and processes
+
+
+def start(choice: Literal["auto", "cpu", "cuda"]) -> tuple[torch.device, torch.dtype]:
+    """Settle the device, join the other processes of a `torchrun`, and prepare speculators for a CPU.
+
+    Args:
+        choice: auto takes a GPU where there is one.
+
+    Returns:
+        The device, and the dtype of states and of mixed precision: bfloat16 where the device computes in it.
+
+    Raises:
+        InputError: a GPU is asked for and absent.
+    """
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: no GPU is visible. Pass --device cpu, or check nvidia-smi.")
+    if choice != "cpu" and torch.cuda.is_available():
+        distributed.maybe_setup_distributed()
+        return torch.device("cuda", distributed.get_local_rank()), torch.bfloat16
+    _prepare_cpu()
+    return torch.device("cpu"), torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+
+
+def _prepare_cpu() -> None:
+    """All that speculators 0.9.0 lacks on a machine without an accelerator."""
+    device: Any = torch.device("cpu")
+    distributed._local_rank = device  # it moves model and batches there
+    warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator")
+    if "LOCAL_RANK" in os.environ:
+        dist.init_process_group("gloo")
+        distributed._rank, distributed._world_size = dist.get_rank(), dist.get_world_size()
+        distributed._is_distributed = True
+        distributed._init_sp_process_groups(dist.get_rank(), dist.get_world_size(), 1)
+
+
+def _cpu_has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def is_main() -> bool:
+    """Whether this process writes files: the first of a `torchrun`, or the only one."""
+    return distributed.get_rank() == 0
+
+
+def main_decides(work: Callable[[], T]) -> T:
+    """Let the main process do something that only one may do, and give every process its result.
+
+    Raises:
+        StageError: what the main process raised, on every process.
+    """
+    if not dist.is_initialized():
+        return work()
+    answer: list[Any] = [None, None]
+    if is_main():
+        try:
+            answer[0] = work()
+        except StageError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The plan of a run
+
+
+def count_steps(loader: DataLoader, settings: Settings) -> int:
+    """`min(epochs x packed batches, max_steps)`; each epoch packs its own order, so its batches are counted.
+
+    Args:
+        loader: of the trained rows.
+        settings: epochs and max_steps.
+    """
+    sampler: Any = loader.batch_sampler
+    steps = 0
+    for epoch in range(settings.epochs):
+        steps += len(sampler._generate_batches(epoch))
+        if settings.max_steps is not None and steps >= settings.max_steps:
+            return settings.max_steps
+    return steps
+
+
+def trainer_config(settings: Settings, folder: Path, steps: int, dtype: torch.dtype) -> Any:
+    """speculators' own configuration of the run, the schedule ending at the last step."""
+    train_kwargs, val_kwargs = Eagle3DraftModel.get_trainer_kwargs(
+        loss_fn="kl_div",
+        # The fused losses are Triton kernels.
+        loss_implementation="fused" if torch.cuda.is_available() else "eager",
+        ttt_steps=settings.ttt_steps,
+        ttt_step_loss_decay=1.0,
+    )
+    return speculators_trainer.TrainerConfig(
+        lr=settings.lr,
+        num_epochs=settings.epochs,
+        save_path=str(folder),
+        resume_from_checkpoint=True,
+        train_call_kwargs=train_kwargs,
+        val_call_kwargs=val_kwargs,
+        optimizer=settings.optimizer,
+        weight_decay=settings.weight_decay,
+        # `match_rms_adamw` scales muon's updates to adamw's size, so one rate serves both.
+        muon_lr=settings.lr,
+        scheduler_type=settings.scheduler,
+        scheduler_warmup_ratio=settings.warmup_ratio,
+        scheduler_total_steps=steps,
+        hidden_states_dtype=dtype,
+        max_steps=steps,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The run
+
+
+class Trainer(speculators_trainer.Trainer):
+    """speculators' Trainer: its set-up of model, processes, optimizers and schedules under our own loop.
+
+    Its loop rounds checkpoints, stops late and loses the step on a signal, and has no guard; see
+    `train_checkpoints` for the files. Training itself draws no random numbers, so weights, optimizer,
+    schedule and the place in the data are all that a resumed run needs to be the same run.
+    """
+
+    checkpointer: StepCheckpointer
+
+    def __init__(
+        self,
+        model: Eagle3DraftModel,
+        settings: Settings,
+        folder: Path,
+        train_loader: DataLoader,
+        held_out: HeldOut,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """Set everything up, from the newest checkpoint where there is one.
+
+        Args:
+            model: float32; lm_head is trained if it requires a gradient.
+            settings: the run.
+            folder: `checkpoints/`; the newest one is resumed.
+            train_loader: of the trained rows.
+            held_out: measures at each checkpoint.
+            dtype: of states and mixed precision.
+        """
+        self.settings, self.held_out = settings, held_out
+        self.device = torch.device(distributed.get_local_rank())
+        self.total_steps = count_steps(train_loader, settings)
+        self.bad_steps = 0
+        self.waited = 0.0
+        config = trainer_config(settings, folder, self.total_steps, dtype)
+        super().__init__(model, config, train_loader)
+        self.device_type = self.device.type
+
+    def setup_trainer(self) -> None:
+        """Where to begin: at the newest checkpoint, or at step 0."""
+        self.checkpointer = StepCheckpointer(self.config.save_path)
+        found = self.checkpointer.previous_epoch >= 0
+        state = (
+            self.checkpointer.state()
+            if found
+            else {"epoch": 0, "local_step": 0, "bad_steps": 0, "interrupted": False}
+        )
+        self.current_epoch, self._resume_local_step = state["epoch"], state["local_step"]
+        self.global_step = self.checkpointer.previous_epoch if found else 0
+        self.bad_steps = state["bad_steps"]
+        # A kill may have come between a checkpoint and its measure. One that a signal asked for is never
+        # measured: the undisturbed run has none at that step, and its best must not be another's.
+        self._unmeasured = found and not state["interrupted"]
+        if found:
+            _LOG.info("resumed at step %d of %d", self.global_step, self.total_steps)
+
+    @property
+    def drafter(self) -> Eagle3DraftModel:
+        """The model without its wrapper for several processes."""
+        wrapped: Any = self.model
+        return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+
+    def run(self, start: dict[str, Acceptance]) -> Outcome:
+        """Train to the last step, measuring the held-out rows at each checkpoint; the best weights are kept.
+
+        Args:
+            start: what the held-out rows gave before the first step, by source, for the log.
+
+        Returns:
+            The outcome; the model then holds the best checkpoint's weights.
+
+        Raises:
+            KeyboardInterrupt: SIGTERM or SIGINT came; the step was finished and saved.
+            StageError: too many steps had no finite gradient.
+        """
+        folder = Path(self.config.save_path)
+        with _stop_signals() as stopping, _metrics(folder, self.global_step):
+            if not self.global_step:
+                _log_held_out(0, start)
+            if self._unmeasured:
+                self._measure(self.global_step)
+            with log.bar(
+                self.total_steps, unit="steps", description="train", initial=self.global_step
+            ) as bar:
+                self._bar, self._stopping = bar, stopping
+                for epoch in range(self.current_epoch, self.settings.epochs):
+                    if self.global_step < self.total_steps:
+                        self.train_epoch(epoch)
+        return self._outcome()
+
+    def train_epoch(self, epoch: int, *, step_callback: Callable[[], None] | None = None) -> None:
+        """Train from the place that was resumed to the epoch's end or to the last step, with checkpoints."""
+        self.model.train()
+        sampler: Any = self.train_loader.batch_sampler
+        sampler.set_epoch(epoch)
+        self._packed = sampler._generate_batches(epoch)
+        local_step = self._prepare_resume_skip(epoch)
+        began = time.perf_counter()
+        for batch in self.train_loader:
+            fetched = time.perf_counter()
+            self.waited += fetched - began
+            self._step(batch, epoch, self._packed[local_step])
+            local_step += 1
+            began = time.perf_counter()
+            self._log_speed(batch, began - fetched)
+            ended = local_step == len(self._packed) or self.global_step == self.total_steps
+            place = (epoch + 1, 0) if local_step == len(self._packed) else (epoch, local_step)
+            if ended or self.global_step % self.settings.save_every == 0:
+                self._save(*place)
+                self._measure(self.global_step)
+            if self._agree(self._stopping()):
+                self._save(*place, interrupted=True)
+                raise KeyboardInterrupt
+            if ended:
+                return
+            began = time.perf_counter()
+
+    def _step(self, batch: dict[str, Any], epoch: int, rows: Rows) -> None:
+        """Forward, backward, clip, and step where the gradient is finite."""
+        require_whole(batch)
+        inputs = {
+            name: value.to(self.device, non_blocking=True)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor)
+        }
+        dtype = self.config.hidden_states_dtype
+        with torch.autocast(self.device_type, dtype, enabled=dtype != torch.float32):
+            _, loss, metrics = self.model(**inputs, **(self.config.train_call_kwargs or {}))
+        self._optimizers_zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP).item()
+        if math.isfinite(norm):
+            self._optimizers_step()
+        else:
+            self._skip(norm, rows.tolist())
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
+        self._schedulers_step()
+        self.global_step += 1
+        if self.is_distributed:
+            metrics = speculators_trainer._all_reduce_metrics(metrics)
+        values = speculators_trainer.normalize_counted_metrics({k: v.item() for k, v in metrics.items()})
+        self._row = {
+            "epoch": epoch,
+            "loss": values["loss"],
+            **{f"loss_{k}": values[f"loss_{k}"] for k in range(self.settings.ttt_steps)},
+            "lr": rates[-1],
+            "grad_norm": norm,
+            "bad_steps": self.bad_steps,
+        }
+
+    def _skip(self, norm: float, rows: list[int]) -> None:
+        self.bad_steps += 1
+        _LOG.warning("step %d: gradient norm %s, step skipped (rows %s)", self.global_step, norm, rows)
+        if self.bad_steps > self.settings.max_bad_steps:
+            raise StageError(
+                f"step {self.global_step}: {self.bad_steps} steps had no finite gradient, more than "
+                f"--max-bad-steps {self.settings.max_bad_steps}; the last on rows {rows}. Lower --lr or "
+                "raise --warmup-ratio, check these rows with `03_capture_hidden.py --verify`, and start "
+                "again with --overwrite."
+            )
+
+    def _log_speed(self, batch: dict[str, Any], seconds: float) -> None:
+        tokens = int((batch["document_ids"] != -1).sum()) * distributed.get_world_size()
+        row = self._row | {"tokens_per_s": tokens / seconds, "waited_s": self.waited}
+        _METRICS.info({"train": row}, extra={"step": self.global_step})
+        self._bar.set_postfix(loss=f"{row['loss']:.3f}", tokens_per_s=f"{row['tokens_per_s']:.0f}")
+        self._bar.update()
+
+    def _agree(self, mine: bool) -> bool:
+        """Whether any process was told to stop: all must save the same step."""
+        if not self.is_distributed:
+            return mine
+        flag = torch.tensor(int(mine), device=self.device)
+        dist.all_reduce(flag)
+        return bool(flag.item())
+
+    def _save(self, epoch: int, local_step: int, *, interrupted: bool = False) -> None:
+        state = {
+            "epoch": epoch,
+            "local_step": local_step,
+            "bad_steps": self.bad_steps,
+            "interrupted": interrupted,
+        }
+        main_decides(
+            lambda: self.checkpointer.save_step(
+                self.global_step, self.model, self.optimizers, self.schedulers, state
+            )
+        )
+
+    def _measure(self, step: int) -> None:
+        """Measure a checkpoint unless that was done, and let the best one be known."""
+        if main_decides(lambda: self.checkpointer.val_metrics(step)) is not None:
+            return
+        found = self.held_out.by_source(self.drafter)
+        whole = acceptance.total(found.values())
+        _LOG.info(
+            "step %d of %d: held-out acceptance length %.3f (%s)",
+            *(step, self.total_steps, whole.length),
+            " ".join(f"{share:.3f}" for share in whole.by_position),
+        )
+        row = {**whole.as_json(), "by_source": {name: part.as_json() for name, part in found.items()}}
+        _log_held_out(step, found)
+        if is_main():
+            best = self.checkpointer.read_best_epoch()
+            before = self.checkpointer.val_metrics(best) if best is not None else None
+            self.checkpointer.save_val_metrics(step, row)
+            if before is None or row["acceptance_length"] > before["acceptance_length"]:
+                self.checkpointer.update_best_symlink(step)
+            self.checkpointer.prune(self.settings.keep_last)
+
+    def _outcome(self) -> Outcome:
+        """Put the best weights into the model and say what they are worth."""
+        if dist.is_initialized():
+            dist.barrier()
+        best = self.checkpointer.read_best_epoch()
+        assert best is not None
+        self.checkpointer.load_model_state_dict_for_epoch(self.drafter, best)
+        row = self.checkpointer.val_metrics(best)
+        assert row is not None
+        parts = {name: Acceptance.from_json(part) for name, part in row["by_source"].items()}
+        return Outcome(self.global_step, best, parts, self.bad_steps)
+
+
+def _log_held_out(step: int, found: dict[str, Acceptance]) -> None:
+    whole = acceptance.total(found.values())
+    row = {
+        "acceptance_length": whole.length,
+        **{f"position_{k}": share for k, share in enumerate(whole.by_position)},
+        "by_source": {name: part.length for name, part in found.items()},
+    }
+    _METRICS.info({"held_out": row}, extra={"step": step})
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Turn the first SIGTERM or SIGINT into a wish that the loop asks for; a second one acts at once."""
+    received: list[int] = []
+    earlier = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def remember(number: int, _: Any) -> None:
+        received.append(number)
+        for each, handler in earlier.items():
+            signal.signal(each, handler)
+        _LOG.warning("%s: saving after this step; a second one ends at once", signal.Signals(number).name)
+
+    for number in earlier:
+        signal.signal(number, remember)
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _metrics(folder: Path, step: int) -> Iterator[None]:
+    """`metrics.jsonl`, and TensorBoard where it is installed, behind speculators' logger of metrics.
+
+    Args:
+        folder: `checkpoints/`.
+        step: the step that is resumed; later rows are of a run that was killed and goes again.
+    """
+    if not is_main():
+        yield
+        return
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        kept = [row for row in atomic_io.read_json_lines(path) if row["step"] <= step]
+        with atomic_io.replacing(path) as file:
+            for row in kept:
+                file.write(json.dumps(row) + "\n")
+    handlers: list[logging.Handler] = [_JsonHandler(path)]
+    with contextlib.suppress(ImportError):
+        import torch.utils.tensorboard  # noqa: F401
+
+        handlers.append(
+            TensorBoardHandler(log_dir=folder, run_name="tensorboard", purge_step=step + 1 if step else None)
+        )
+    propagate, level = _METRICS.propagate, _METRICS.level
+    _METRICS.propagate = False
+    _METRICS.setLevel(logging.INFO)
+    for handler in handlers:
+        _METRICS.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            _METRICS.removeHandler(handler)
+            handler.close()
+        _METRICS.propagate = propagate
+        _METRICS.setLevel(level)
+
+
+class _JsonHandler(logging.Handler):
+    """One JSON line a record: `{"step", "train": {...}}` or `{"step", "held_out": {...}}`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._log = atomic_io.JsonLog(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert isinstance(record.msg, dict)
+        self._log.append({"step": record.__dict__["step"], **record.msg})
+
+    def close(self) -> None:
+        self._log.close()
+        super().close()
