@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LOG = log.get("hidden_states")
 BYTES_PER_VALUE = 2  # bfloat16
 _BYTES_PER_TOKEN_ID = 8
-_HEADER_BYTES = 256
+_HEADER_BYTES = 192
 
 # bfloat16 keeps 8 bits: logits that differ by less than this part of the largest are equal to a server
 # that computes them in bfloat16, and it may name either token.
@@ -139,12 +139,14 @@ class HiddenStateStore:
             DiskFull: no space is left.
         """
         import torch
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         states = states.to(torch.bfloat16).contiguous()
         self.check_form(token_ids, states)
-        with self._naming_a_full_disk(), atomic_io.staged(self.path(row)) as temporary:
-            save_file({"hidden_states": states, "token_ids": token_ids.contiguous()}, temporary)
+        # Not save_file: it hides the number of the system's error, and with it a full disk.
+        content = save({"hidden_states": states, "token_ids": token_ids.contiguous()})
+        with self._naming_a_full_disk(), atomic_io.replacing(self.path(row), "wb") as file:
+            file.write(content)
 
     def read(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A row's `token_ids [T]` int64 and `hidden_states [T, A+1, H]` bfloat16.
