@@ -422,7 +422,7 @@ def _reason(error: BaseException) -> str:
 
 def _detail(error: BaseException | None) -> str:
     cause = f": {error.__cause__}" if error is not None and error.__cause__ is not None else ""
-    return f"{error}{cause}" if str(error) else type(error).__name__
+    return f"{str(error).rstrip('.')}{cause}" if str(error) else type(error).__name__
 
 
 def _wait(state: RetryCallState) -> float:
