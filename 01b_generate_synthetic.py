@@ -22,7 +22,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,13 +167,18 @@ def main(args: argparse.Namespace) -> int:
             if todo and not working:
                 manifest.reopen(folder)
                 working = True
-            if todo:
-                with vllm_server.serving(args, model, [], folder / "server.log") as endpoints:
-                    prompts = _prompts(prompts_file, todo)
-                    asyncio.run(_generate(args, endpoints, reader, responses, prompts, len(todo)))
+            try:
+                if todo:
+                    with vllm_server.serving(args, model, [], folder / "server.log") as endpoints:
+                        prompts = _prompts(prompts_file, todo)
+                        asyncio.run(_generate(args, endpoints, reader, responses, prompts, len(todo)))
+            finally:
+                if not len(responses) and not responses.failed:
+                    manifest.abandon(folder)
             if args.sample:
                 _show(responses, ids)
-            first = [responses.read(i) for i in ids if i in responses][: generation.FIRST]
+            stored = (responses.read(i) for i in ids if i in responses)
+            first = list(islice(stored, generation.FIRST))
             generation.check_thinking(args.thinking, args.thinking_key, reader, first)
             if args.sample:
                 return 0
@@ -317,6 +322,7 @@ def _write_dataset(
         config={"drop": drop},
         inputs={"responses": manifest.fingerprint(folder)},
         facts=made.facts,
+        accepted_stale=made.accepted_stale,
     )
     with atomic_io.locked(dataset_folder):
         if (dataset_folder / manifest.NAME).exists():

@@ -622,7 +622,9 @@ def test_without_stage_01_or_a_server_nothing_is_written(run: Run, run_dir: Path
         _prepare(run_dir, ["a"])
         server.stop()
         assert run(server) == 2
-    assert not (run_dir / "dataset").exists()
+        assert not (run_dir / "dataset").exists()
+        server.start()
+        assert run(server, "--temperature", "0.5") == 0  # nothing was begun with the other settings
 
 
 @pytest.mark.parametrize("flag", ["--limit", "--sample", "--concurrency", "--max-tokens"])
