@@ -133,17 +133,36 @@ def count_accepted(
     states = inputs["hidden_states"]
     mixed = torch.autocast(states.device.type, torch.bfloat16, enabled=states.dtype == torch.bfloat16)
     with torch.no_grad(), mixed:
-        drafted = model(**inputs, ttt_steps=ttt_steps)
-    rows, supervised = inputs["document_ids"][0], inputs["loss_mask"][0].bool()
-    starts = max(0, len(rows) - ttt_steps + 1)
-    right = torch.ones(starts, dtype=torch.bool, device=states.device)
-    for step in range(ttt_steps):
+        drafted = torch.cat(model(**inputs, ttt_steps=ttt_steps))
+    tokens = drafted if model.d2t is None else drafted + model.d2t[drafted]
+    return _count_chains(tokens, choices, inputs["loss_mask"][0].bool(), inputs["document_ids"][0])
+
+
+def _count_chains(
+    tokens: torch.Tensor, choices: torch.Tensor, supervised: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Count drafts and accepted prefixes of a row; token k of the draft at i is judged by choice i + k.
+
+    Args:
+        tokens: [K, T] int64, drafted at each position in each step, the verifier's ids.
+        choices: [T] int64.
+        supervised: [T] bool.
+        rows: [T] int64, the packed row of each position, -1 for padding.
+
+    Returns:
+        [rows, 1 + K] int64.
+    """
+    import torch
+
+    steps, length = tokens.shape
+    starts = max(0, length - steps + 1)
+    right = torch.ones(starts, dtype=torch.bool, device=tokens.device)
+    for step in range(steps):
         right &= supervised[step : step + starts] & (rows[step : step + starts] == rows[:starts])
     columns = [right]
-    for step, draft_ids in enumerate(drafted):
-        tokens = draft_ids[0] if model.d2t is None else draft_ids[0] + model.d2t[draft_ids[0]]
-        columns.append(columns[-1] & (tokens[:starts] == choices[step : step + starts]))
-    counts = torch.zeros(int(rows.max()) + 1, 1 + ttt_steps, dtype=torch.int64, device=states.device)
+    for step in range(steps):
+        columns.append(columns[-1] & (tokens[step, :starts] == choices[step : step + starts]))
+    counts = torch.zeros(int(rows.max()) + 1, 1 + steps, dtype=torch.int64, device=tokens.device)
     return counts.index_add_(0, rows[:starts].clamp(min=0), torch.stack(columns, 1).long())
 
 
