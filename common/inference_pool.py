@@ -100,7 +100,7 @@ class InferencePool:
 
     Args:
         endpoints: base URLs that end in `/v1`.
-        concurrency: requests in flight for each endpoint.
+        concurrency: requests in flight for each endpoint (openai's client opens at most 1000 connections).
         timeout_s: seconds for one whole request; a long thinking answer takes a quarter of an hour.
         max_attempts: how often a request is sent before it is given up.
         api_key: sent as bearer token.
