@@ -53,7 +53,9 @@ def counts(run_dir: Path) -> dict[str, Any]:
 # --- sources
 
 
-KINDS = "jsonl json jsonl.gz jsonl.zst jsonl.bz2 json.xz parquet csv csv.gz array.json saved saved_dict"
+KINDS = (
+    "jsonl json jsonl.gz jsonl.zst jsonl.bz2 json.xz parquet csv csv.gz array.json saved saved_dict folder"
+)
 
 
 @pytest.mark.parametrize("ending", KINDS.split())
@@ -84,6 +86,11 @@ def test_every_kind_of_file_gives_the_same_prompts(run_dir: Path, tmp_path: Path
             path.write_text(json.dumps(rows, indent=1))
         case "saved":
             table.save_to_disk(path)
+        case "dir":
+            path.mkdir()
+            for part in range(2):
+                rows_of_part = rows[part * 2000 : part * 2000 + 2000]
+                pandas.DataFrame(rows_of_part).to_parquet(path / f"train-{part}.parquet")
         case "saved_dict":
             datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(path)
     assert run(run_dir, "--dataset", path) == 0
