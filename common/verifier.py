@@ -100,7 +100,13 @@ class Verifier:
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-            raise InputError(f"--verifier {self.name}: its config cannot be read: {error}") from error
+            raise InputError(f"{self._said}: its config cannot be read: {error}") from error
+
+    @property
+    def _said(self) -> str:
+        """The flag with its value; a mistyped path has the form of a hub id, and is looked for there."""
+        missing = "" if Path(self.name).is_dir() else " (no such folder, so a hub id)"
+        return f"--verifier {self.name}{missing}"
 
     @property
     def hidden_size(self) -> int:
@@ -137,7 +143,7 @@ class Verifier:
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
         except (OSError, ValueError, ImportError) as error:
-            raise InputError(f"--verifier {self.name}: its tokenizer cannot be loaded: {error}") from error
+            raise InputError(f"{self._said}: its tokenizer cannot be loaded: {error}") from error
         for text, wanted in expected:
             found = tokenizer.convert_tokens_to_ids(text)
             if found != wanted:
@@ -266,5 +272,5 @@ class Verifier:
                 self.name, name, revision=self.revision, _raise_exceptions_for_missing_entries=not optional
             )
         except OSError as error:
-            raise InputError(f"--verifier {self.name}: {name} cannot be had: {error}") from None
+            raise InputError(f"{self._said}: {name} cannot be had: {error}") from None
         return Path(found) if found else None
