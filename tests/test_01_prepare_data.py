@@ -53,9 +53,7 @@ def counts(run_dir: Path) -> dict[str, Any]:
 # --- sources
 
 
-KINDS = (
-    "jsonl json jsonl.gz jsonl.zst jsonl.bz2 json.xz parquet csv csv.gz array.json saved saved_dict folder"
-)
+KINDS = "jsonl json jsonl.gz jsonl.zst jsonl.bz2 json.xz parquet csv csv.gz array.json saved saved_dict dir"
 
 
 @pytest.mark.parametrize("ending", KINDS.split())
