@@ -97,7 +97,7 @@ class VllmBackend:
         """
         shared = self.shared_folder.resolve()
         real = path.parent.resolve() / path.name
-        if not real.is_relative_to(shared) or path.name in ("", ".", ".."):
+        if shared not in real.parents or path.name in ("", ".."):
             raise InputError(
                 f"the server names {path}, outside the shared folder {shared}. Start it with "
                 "`shared_storage_path` set to that folder, or pass --shared-folder; other paths are not read."

@@ -1,0 +1,466 @@
+"""Stage 03: what it stores is right, what is wrong stops it early, and a rerun only does what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import dataset, manifest
+from common.capture import Capture, Rows
+from common.capture_transformers import TransformersBackend, batches
+from common.capture_vllm import VllmBackend
+from common.errors import InputError, StageError
+from common.hidden_states import CaptureRow, Check, ContentCheck, HiddenStateStore, Outcome
+from common.inference_pool import InferencePool
+from common.verifier import Verifier
+from tests.conftest import ROOT, load_script
+from tests.reference_states import TEXTS, relative_errors, write_rows
+from tests.tiny_verifiers import DEEPSEEK_IDS, DEEPSEEK_LAYERS, save_deepseek_v3
+
+H = 128
+
+
+def stage(*arguments: str | Path) -> int:
+    return load_script("03_capture_hidden").main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def tiny(verifier_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_deepseek_v3(tmp_path_factory.mktemp("tiny") / "deepseek", verifier_dir)
+
+
+@pytest.fixture
+def here(tiny: Path, run_dir: Path) -> Sequence[str | Path]:
+    """Arguments of a run over `TEXTS` in this process."""
+    write_rows(run_dir / "dataset", tiny)
+    ids = map(str, DEEPSEEK_IDS)
+    return ["--run-dir", run_dir, "--verifier", tiny, "--backend", "transformers", "--layer-ids", *ids]
+
+
+@pytest.fixture
+def states(run_dir: Path) -> Path:
+    return run_dir / "hidden_states"
+
+
+# --------------------------------------------------------------------------------------------------------
+# Right
+
+
+def test_states_computed_here_equal_transformers_own_for_latent_attention_and_experts(
+    here: Sequence[str | Path], states: Path, tiny: Path, run_dir: Path
+) -> None:
+    assert stage(*here, "--dtype", "float32") == 0
+    rows = [row["input_ids"].tolist() for row in dataset.load(run_dir / "dataset")]
+    assert max(relative_errors(HiddenStateStore(states, H), rows, tiny, DEEPSEEK_IDS)) < 1e-2
+
+
+def test_states_computed_here_equal_transformers_own_for_smollm2(
+    verifier_dir: Path, run_dir: Path, states: Path
+) -> None:
+    rows = write_rows(run_dir / "dataset", verifier_dir)
+    assert stage("--run-dir", run_dir, "--verifier", verifier_dir, "--backend", "transformers") == 0
+    assert max(relative_errors(HiddenStateStore(states, 576), rows, verifier_dir, [2, 15, 27])) < 5e-2
+    facts = manifest.read(states, "03").facts
+    assert (facts["layer_ids"], facts["final_layer_id"], facts["pre_norm"]) == ([2, 15, 27], 30, True)
+
+
+def test_speculators_data_set_reads_the_run_folder(
+    here: Sequence[str | Path], states: Path, run_dir: Path
+) -> None:
+    from hs_connectors import FileTransfer
+    from speculators.train.data import ArrowDataset
+
+    assert stage(*here) == 0
+    data = ArrowDataset(512, run_dir / "dataset", FileTransfer(states), on_missing="raise")
+    sample = data[1]
+    assert sample["hidden_states"].shape[-1] == 3 * H
+    assert sample["verifier_last_hidden_states"].shape[-1] == H
+
+
+def test_a_data_set_of_speculators_own_needs_only_a_verifier(tiny: Path, run_dir: Path, states: Path) -> None:
+    import datasets
+
+    rows = {"input_ids": [list(range(30)), list(range(20))], "loss_mask": [[1] * 30, [1] * 20]}
+    datasets.Dataset.from_dict(rows).with_format("torch").save_to_disk(run_dir / "foreign")
+    ids = map(str, DEEPSEEK_IDS)
+    arguments = ["--run-dir", run_dir, "--dataset", run_dir / "foreign", "--backend", "transformers"]
+    assert stage(*arguments, "--layer-ids", *ids) == 2
+    assert stage(*arguments, "--verifier", tiny, "--layer-ids", *map(str, DEEPSEEK_IDS)) == 0
+    assert HiddenStateStore(states, H).done({0: 30, 1: 20}) == {0, 1}
+
+
+class Spoiling(TransformersBackend):
+    """Hands out states as a mistaken server would."""
+
+    spoil = staticmethod(lambda states: states)
+
+    def _forward(self, batch: list[CaptureRow], predict: bool):  # type: ignore[no-untyped-def]
+        found = super()._forward(batch, predict)
+        return [(row, self.spoil(states.clone()), said) for row, states, said in found]
+
+
+def capture(
+    backend: object, rows: Rows, store: HiddenStateStore, content: ContentCheck, rate: float = 0.0
+) -> Capture:
+    run = Capture(rows, store, content, rate)
+    asyncio.run(run.run(nullcontext(backend), sorted(rows.lengths)))  # type: ignore[arg-type]
+    return run
+
+
+@pytest.mark.parametrize("mistake", ["layer", "norm", "shift"])
+def test_a_wrong_last_state_stops_the_run_at_the_first_rows(
+    verifier_dir: Path, run_dir: Path, states: Path, mistake: str
+) -> None:
+    write_rows(run_dir / "dataset", verifier_dir)
+    rows, verifier = Rows.load(run_dir / "dataset"), Verifier(str(verifier_dir))
+    store, content = HiddenStateStore(states, 576), ContentCheck.of(verifier)
+    ids = [2, 15, 27, 29 if mistake == "layer" else 30]
+    backend = Spoiling(verifier, store, ids, torch.bfloat16, 2048)
+
+    def normed(states: torch.Tensor) -> torch.Tensor:
+        last = states[:, -1].float()
+        states[:, -1] = last * (last.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * content.norm
+        return states
+
+    spoils = {"layer": lambda s: s, "norm": normed, "shift": lambda s: s.roll(1, 0)}
+    words = {"layer": "another layer", "norm": "final norm applied", "shift": "shifted by one"}
+    backend.spoil = spoils[mistake]  # type: ignore[method-assign]
+    with pytest.raises(StageError, match=f"the rest was not sent.*{words[mistake]}"):
+        capture(backend, rows, store, content)
+    assert not list(states.glob("hs_*"))
+
+
+# --------------------------------------------------------------------------------------------------------
+# Refused before anything is written
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ("1 3", "three different ids"),
+        ("1 3 5 7", "three different ids"),
+        ("3 1 5", "ascending"),
+        ("1 3 6", "always captured beside the three"),
+        ("1 3 9", "from 1 to 5"),
+        ("0 2 4", "add one to each"),
+    ],
+)
+def test_layer_ids_that_would_mean_something_else_are_refused(
+    here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str], ids: str, words: str
+) -> None:
+    assert stage(*here[:-4], "--layer-ids", *ids.split()) == 2
+    assert words in capsys.readouterr().err
+    assert not states.exists()
+
+
+def test_a_store_larger_than_allowed_is_refused_with_its_formula(
+    here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage(*here, "--max-disk", "0.0001") == 2
+    shown = capsys.readouterr().err
+    assert "4 states x H 128 x 2 B" in shown
+    assert "--max-disk allows 100kB" in shown
+    assert not list(states.glob("hs_*"))
+
+
+def test_a_disk_that_is_too_small_is_refused(
+    tiny: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(run_dir / "dataset", tiny, TEXTS * 20)
+    small = run_dir / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        arguments = ["--run-dir", small, "--dataset", run_dir / "dataset", "--verifier", tiny]
+        assert stage(*arguments, "--backend", "transformers", "--layer-ids", "1", "3", "5") == 2
+        assert "are still to be written and" in capsys.readouterr().err
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--backend", "vllm"], "pass --serve"),
+        (["--backend", "vllm", "--serve", "--dtype", "float32"], "--dtype is for --backend transformers"),
+        (["--backend", "vllm", "--serve", "--server-args", "-pp 2"], "--tensor-parallel-size"),
+        (["--backend", "vllm", "--endpoint", "http://127.0.0.1:9"], "does not answer"),
+        (["--endpoint", "http://127.0.0.1:9"], "leave out --endpoint"),
+        (["--dataset", "/nowhere"], "/nowhere does not exist"),
+    ],
+)
+def test_contradictions_are_named(
+    here: Sequence[str | Path], capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert stage(*here, *flags) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_command_of_a_server_is_shown(
+    here: Sequence[str | Path], capsys: pytest.CaptureFixture[str], states: Path
+) -> None:
+    assert stage(*here, "--backend", "vllm", "--print-server") == 0
+    shown = capsys.readouterr().out
+    assert '"eagle_aux_hidden_state_layer_ids": [1, 3, 5, 6]' in shown
+    assert str(states / ".incoming") in shown
+    assert "--no-enable-prefix-caching" in shown
+    assert not states.exists()
+
+
+# --------------------------------------------------------------------------------------------------------
+# Resumable
+
+
+def test_a_finished_store_is_recognised_and_a_missing_file_captured_again(
+    here: Sequence[str | Path], states: Path
+) -> None:
+    assert stage(*here) == 0
+    kept = (states / "hs_0.safetensors").stat().st_mtime_ns
+    (states / "hs_2.safetensors").unlink()
+    assert stage(*here) == 0
+    assert (states / "hs_2.safetensors").exists()
+    assert (states / "hs_0.safetensors").stat().st_mtime_ns == kept
+    written = (states / "manifest.json").stat().st_mtime_ns
+    assert stage(*here) == 0
+    assert (states / "manifest.json").stat().st_mtime_ns == written
+
+
+def test_other_layers_are_refused_until_overwritten(
+    here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage(*here) == 0
+    other = [*here[:-3], "2", "3", "4"]
+    assert stage(*other) == 2
+    assert "--layer-ids was [1, 3, 5], now [2, 3, 4]" in capsys.readouterr().err
+    assert stage(*other, "--overwrite") == 0
+    assert manifest.read(states, "03").facts["layer_ids"] == [2, 3, 4]
+
+
+def test_a_run_killed_in_the_middle_is_completed_by_the_same_command(
+    verifier_dir: Path, run_dir: Path, states: Path
+) -> None:
+    rows = write_rows(run_dir / "dataset", verifier_dir, TEXTS * 8)
+    arguments = ["--run-dir", run_dir, "--verifier", verifier_dir, "--backend", "transformers"]
+    command = [sys.executable, ROOT / "03_capture_hidden.py", *arguments, "--batch-tokens", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while len(list(states.glob("hs_*"))) < 3 and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {path.name: path.stat().st_mtime_ns for path in states.glob("hs_*")}
+    assert 3 <= len(before) < len(rows)
+    assert not (states / "manifest.json").exists()
+    (states / ".hs_9.safetensors.1.tmp").write_bytes(b"torn")
+    assert stage(*arguments) == 0
+    assert {name: (states / name).stat().st_mtime_ns for name in before} == before
+    assert manifest.read(states, "03").counts["written"] == len(rows)
+    assert not list(states.glob(".*.tmp"))
+    assert stage(*arguments, "--verify") == 0
+
+
+class Scripted:
+    """A backend whose states say each row's next token, except where it is told to fail."""
+
+    def __init__(
+        self, store: HiddenStateStore, fail: dict[int, int], mute: frozenset[int] = frozenset()
+    ) -> None:
+        self.store, self.fail, self.mute, self.order = store, fail, mute, []
+
+    async def capture(
+        self, rows: Iterable[CaptureRow], check: Check, *, predict: bool = False
+    ) -> AsyncIterator[tuple[CaptureRow, Outcome]]:
+        for row in rows:
+            self.order.append(len(row.token_ids))
+            if self.fail.get(row.index, 0) > 0:
+                self.fail[row.index] -= 1
+                yield row, StageError("the server hiccuped")
+                continue
+            states = torch.ones(len(row.token_ids), 4, 16)
+            states[:, -1] = 20 * torch.eye(16)[row.token_ids.roll(-1)]
+            if row.index in self.mute:
+                states[:, -1] = states[:, -1].roll(1, 1)
+            try:
+                check(row, states.bfloat16(), row.token_ids[1:] if predict else None)
+            except StageError as error:
+                yield row, error
+                continue
+            self.store.write(row.index, row.token_ids, states)
+            yield row, None
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> tuple[Rows, HiddenStateStore, ContentCheck]:
+    """A hundred rows of 20 to 119 tokens out of sixteen, and a head that reads them."""
+    import datasets
+
+    ids = [[(position * 5 + row) % 16 for position in range(20 + row)] for row in range(100)]
+    masks = [[1] * len(row) for row in ids]
+    datasets.Dataset.from_dict({"input_ids": ids, "loss_mask": masks}).save_to_disk(tmp_path / "rows")
+    (tmp_path / "states").mkdir()
+    store = HiddenStateStore(tmp_path / "states", 16)
+    return Rows.load(tmp_path / "rows"), store, ContentCheck(torch.ones(16), torch.eye(16), 1e-6)
+
+
+def test_rows_that_fail_once_are_tried_again(scripted: tuple[Rows, HiddenStateStore, ContentCheck]) -> None:
+    rows, store, content = scripted
+    counts = capture(Scripted(store, {40: 1, 50: 1}), rows, store, content).counts()
+    assert (counts["read"], counts["written"], counts["failed"]) == (100, 100, 0)
+
+
+def test_rows_that_keep_failing_are_listed_with_their_reason(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    counts = capture(Scripted(store, {40: 9}), rows, store, content, rate=0.01).counts()
+    assert (counts["read"], counts["written"], counts["failed"]) == (100, 99, 1)
+    assert counts["failures"] == {"40": "StageError: the server hiccuped"}
+
+
+def test_more_failures_than_allowed_are_an_error(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    run = capture(Scripted(store, {40: 9, 41: 9}), rows, store, content, rate=0.01)
+    with pytest.raises(StageError, match="2 of 100 rows failed"):
+        run.counts()
+
+
+def test_a_run_in_which_everything_fails_stops_early(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    backend = Scripted(store, dict.fromkeys(range(50, 100), 9))
+    with pytest.raises(StageError, match="13 of 100 rows failed"):
+        capture(backend, rows, store, content, rate=0.01)
+    assert len(backend.order) == 8 + 13
+
+
+def test_a_row_whose_states_predict_nothing_fails(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    counts = capture(Scripted(store, {}, frozenset({60})), rows, store, content, rate=0.01).counts()
+    assert counts["failures"]["60"].startswith("content: row 60: the states predict none of 32")
+
+
+def test_the_shortest_rows_go_first_as_a_check_and_then_the_longest(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    backend = Scripted(store, {})
+    capture(backend, rows, store, content)
+    assert backend.order[:8] == [27, 26, 25, 24, 23, 22, 21, 20]
+    assert backend.order[8:] == list(range(119, 27, -1))
+
+
+def test_batches_hold_rows_times_the_longest_within_the_limit() -> None:
+    def row(length: int) -> CaptureRow:
+        return CaptureRow(0, torch.zeros(length, dtype=torch.int64), torch.zeros(length))
+
+    def shapes(lengths: Sequence[int], limit: int) -> list[list[int]]:
+        found: Iterator[list[CaptureRow]] = batches(map(row, lengths), limit)
+        return [[len(row.token_ids) for row in batch] for batch in found]
+
+    assert shapes([50, 40, 30, 10, 10], 100) == [[50, 40], [30, 10, 10]]
+    assert shapes([500, 40], 100) == [[500], [40]]
+    assert shapes([], 100) == []
+
+
+# --------------------------------------------------------------------------------------------------------
+# Verify
+
+
+def test_verify_finds_a_flipped_file_and_names_it(
+    here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    assert stage(*here) == 0
+    assert stage(*here, "--verify") == 0
+    tensors = load_file(states / "hs_1.safetensors")
+    tensors["hidden_states"][3, 0, 5] = float("nan")
+    save_file(tensors, states / "hs_1.safetensors")
+    capsys.readouterr()
+    assert stage(*here, "--verify") == 1
+    shown = capsys.readouterr().err
+    assert "1 of 4 files are damaged" in shown
+    assert "state 0 at position 3" in shown
+
+
+def test_verify_of_nothing_says_what_to_run(
+    here: Sequence[str | Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage(*here, "--verify") == 2
+    assert "Run `03_capture_hidden.py` first" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------
+# What a server says is not believed
+
+
+@pytest.fixture
+def vllm_backend(tmp_path: Path) -> VllmBackend:
+    (tmp_path / "shared" / "sub").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "shared" / "way-out").symlink_to(tmp_path / "outside")
+    store = HiddenStateStore(tmp_path, H)
+    pool = InferencePool(["http://127.0.0.1:9/v1"], concurrency=1)
+    return VllmBackend(pool, "m", store, tmp_path / "shared", [1, 3, 5, 6], ["python", "-m", "vllm"])
+
+
+def named(path: str | Path, layer_ids: Sequence[int] = (1, 3, 5, 6)) -> dict[str, object]:
+    return {"kv_transfer_params": {"hidden_states_path": str(path), "layer_ids": list(layer_ids)}}
+
+
+def test_files_in_the_shared_folder_are_read(vllm_backend: VllmBackend, tmp_path: Path) -> None:
+    for name in ("a.safetensors", "sub/b.safetensors", "sub/../c.safetensors"):
+        found = vllm_backend._server_file(named(tmp_path / "shared" / name))
+        assert found == (tmp_path / "shared" / name).resolve()
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside/a.safetensors", "way-out/a.safetensors", "/etc/passwd", "..", ""]
+)
+def test_paths_outside_the_shared_folder_are_not_read(
+    vllm_backend: VllmBackend, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(InputError, match="outside the shared folder"):
+        vllm_backend._server_file(named(tmp_path / "shared" / name))
+
+
+def test_a_server_that_captures_other_layers_is_refused(vllm_backend: VllmBackend, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"captures the layers \[2, 3, 4, 6\], this run wants \[1, 3, 5, 6\]"
+    ):
+        vllm_backend._server_file(named(tmp_path / "shared" / "a.safetensors", [2, 3, 4, 6]))
+
+
+def test_a_server_that_does_not_capture_is_refused_with_the_command_that_does(
+    vllm_backend: VllmBackend,
+) -> None:
+    with pytest.raises(InputError, match=r"hands out no hidden states.*\npython -m vllm"):
+        vllm_backend._server_file({"kv_transfer_params": None})
+
+
+def test_counts_and_facts_reconcile_in_the_manifest(
+    here: Sequence[str | Path], states: Path, run_dir: Path
+) -> None:
+    assert stage(*here) == 0
+    record = json.loads((states / "manifest.json").read_text())
+    assert record["counts"]["read"] == record["counts"]["written"] == len(TEXTS)
+    assert record["counts"]["bytes"] == sum(path.stat().st_size for path in states.glob("hs_*"))
+    assert record["inputs"]["dataset"] == manifest.fingerprint(run_dir / "dataset")
+    assert record["facts"]["final_layer_id"] == DEEPSEEK_LAYERS
