@@ -103,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="compare what the last states predict with what the verifier predicts",
     )
     checks.add_argument(
+        "--probe",
+        type=int,
+        metavar="ROWS",
+        help="capture only this many rows, of any layers, into probe_states/ for 04 --probe-layer-ids",
+    )
+    checks.add_argument(
         "--verify", action=flag, default=False, help="read a finished store again, check every file, and stop"
     )
     checks.add_argument(
@@ -125,13 +131,8 @@ def main(args: argparse.Namespace) -> int:
         made = manifest.read(plan.store.folder, f"{STAGE}.py")
         verify(plan.rows, plan.store, plan.content, made.counts)
         return 0
-    config = {"verifier": plan.model.name, "layer_ids": plan.layer_ids, "backend": args.backend}
-    record = manifest.Manifest(
-        stage=STAGE,
-        config=config | {"dtype": args.dtype},
-        inputs={"dataset": manifest.fingerprint(plan.source)},
-        facts=plan.facts,
-    )
+    inputs = {"dataset": manifest.fingerprint(plan.source)}
+    record = manifest.Manifest(stage=STAGE, config=plan.config, inputs=inputs, facts=plan.facts)
     folder = plan.store.folder
     with atomic_io.locked(folder):
         _require_space(plan)
@@ -190,11 +191,27 @@ class Plan:
     def settle(cls, args: argparse.Namespace) -> Plan:
         """Read the data set's and the verifier's outlines; nothing is written."""
         source = args.dataset or args.run_dir / "dataset"
-        rows = Rows.load(source)
+        rows = Rows.load(source).first(args.probe)
         made = (source / manifest.NAME).exists()
         facts = manifest.read(source, "01b_generate_synthetic.py").facts if made else {}
         model = verifier.from_args(args, facts)
         return cls(args, source, facts, rows, model, _layer_ids(args, facts, model))
+
+    @property
+    def dtype(self) -> str | None:
+        """Of the computation; None where the server decides."""
+        return (self.args.dtype or "bfloat16") if self.args.backend == "transformers" else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What decides the states; a rerun with anything else is refused."""
+        return {
+            "verifier": self.model.name,
+            "layer_ids": self.layer_ids,
+            "backend": self.args.backend,
+            "dtype": self.dtype,
+            "probe": self.args.probe,
+        }
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -211,13 +228,14 @@ class Plan:
 
     @property
     def all_ids(self) -> list[int]:
-        """The four states of a file: the three, and the last layer's before the final norm."""
+        """The states of a file: the aux layers' (three without `--probe`), and the last one's."""
         return [*self.layer_ids, self.model.num_layers]
 
     @cached_property
     def store(self) -> HiddenStateStore:
         """What is filled."""
-        return HiddenStateStore(self.args.run_dir / "hidden_states", self.model.hidden_size)
+        name = "hidden_states" if self.args.probe is None else "probe_states"
+        return HiddenStateStore(self.args.run_dir / name, self.model.hidden_size, len(self.layer_ids))
 
     @property
     def content(self) -> ContentCheck | None:
@@ -257,7 +275,7 @@ def _layer_ids(args: argparse.Namespace, facts: dict[str, Any], model: verifier.
     )
     if last in ids:
         raise InputError(f"--layer-ids {ids}: {last}, the last layer, is always captured beside the three")
-    if len(ids) != 3 or ids != sorted(set(ids)):
+    if (len(ids) != 3 and args.probe is None) or ids != sorted(set(ids)):
         raise InputError(f"--layer-ids {ids}: expected three different ids in ascending order. {counted}")
     if ids[0] < 1 or ids[-1] >= last:
         raise InputError(f"--layer-ids {ids}: expected ids from 1 to {last - 1}. {counted}")
@@ -308,7 +326,7 @@ def _backend(plan: Plan) -> Iterator[AbstractAsyncContextManager[Backend]]:
 
         from common.capture_transformers import TransformersBackend
 
-        dtype = getattr(torch, args.dtype or "bfloat16")
+        dtype = getattr(torch, plan.dtype or "")
         yield nullcontext(TransformersBackend(plan.model, plan.store, plan.all_ids, dtype, args.batch_tokens))
         return
     _require_positions(plan)

@@ -48,6 +48,10 @@ class Rows:
         lengths = plain["seq_len"] if "seq_len" in data.column_names else map(len, plain["input_ids"])
         return cls(data, dict(enumerate(lengths)))
 
+    def first(self, count: int | None) -> Rows:
+        """The first `count` rows only; all of them for None."""
+        return Rows(self.data, {row: self.lengths[row] for row in list(self.lengths)[:count]})
+
     def __len__(self) -> int:
         return len(self.lengths)
 
