@@ -12,29 +12,24 @@
 from __future__ import annotations
 
 import argparse
-import array
-import io
+import functools
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import atomic_io, cli, conversations, log, manifest, verifier
+from common import atomic_io, cli, conversations, log, manifest, split, verifier, workers
 from common.conversations import Conversation, Dropped
 from common.errors import InputError, StageError
+from common.sources import Chunk, Source, open_source, rows_of
+from common.split import Keys
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +37,6 @@ if TYPE_CHECKING:
     from common.dataset import TrainingRow
 
 _LOG = log.get("01_prepare_data")
-_CHUNK_ROWS, _CHUNK_BYTES = 1000, 4_000_000
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -119,7 +113,7 @@ def _share(text: str) -> float:
 def main(args: argparse.Namespace) -> int:
     keep = args.answers == "keep"
     model = verifier.from_args(args) if keep else None
-    sources = [_source(name, args.split) for name in args.dataset]
+    sources = [open_source(name, args.split) for name in args.dataset]
     deciding = ("dataset", "split", "source", "eval_prompts", "max_samples", "seed")
     config = {key: getattr(args, key) for key in deciding}
     inputs = {source.name: source.fingerprint() for source in sources}
@@ -134,9 +128,9 @@ def main(args: argparse.Namespace) -> int:
         try:
             # 1. Each row is normalised or dropped with its reason; texts go to disk, 32 bytes of keys stay.
             scan = _scan(sources, spool, args.workers, keep)
-            _require_kept(scan.tally, scan.usable, args.min_kept, "rows")
+            _require_kept(scan.tally, len(scan.keys), args.min_kept, "rows")
             # 2. Duplicates, held-out prompts and the sample are chosen by the keys alone.
-            fates = _choose(scan, args.source, args.eval_prompts, args.max_samples, args.seed)
+            fates = split.choose(scan.keys, args.source, args.eval_prompts, args.max_samples, args.seed)
             if args.overwrite:
                 manifest.begin(folder, record, **again)
             _write_prompts(spool, fates, folder)
@@ -151,255 +145,6 @@ def main(args: argparse.Namespace) -> int:
         record.write(folder)
     _report(scan, fates, folder)
     return 0
-
-
-# --------------------------------------------------------------------------------------------------------
-# Sources: a stream of chunks, in constant memory
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some rows of a source.
-
-    Attributes:
-        rows: JSON lines, parsed rows, or a table as an Arrow IPC stream.
-        first: number of the first row or line, from 1.
-        last: number of the last one.
-        position: how far the source has been read, in its unit.
-    """
-
-    rows: list[Any] | bytes
-    first: int
-    last: int
-    position: int
-
-
-@dataclass(frozen=True)
-class Source:
-    """A data set of the command line.
-
-    Attributes:
-        name: as it was given.
-        label: `source` of rows that have none of their own.
-        chunks: opens it.
-        total: its size in `unit`, None where unknown.
-        unit: `B` (bytes on the disk) or `rows`.
-        fingerprint: a short hash of its content.
-    """
-
-    name: str
-    label: str
-    chunks: Callable[[], Iterator[Chunk]]
-    total: int | None
-    unit: str
-    fingerprint: Callable[[], str]
-
-    def read(self) -> Iterator[Chunk]:
-        """Yield its chunks; whatever a damaged file makes a reader raise is told with the file's name."""
-        after = 0
-        try:
-            for chunk in self.chunks():
-                after = chunk.last
-                yield chunk
-        except StageError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"--dataset {self.name} cannot be read after row {after}: {type(error).__name__}: {error}. "
-                "Download or write the file again; columns of mixed types need JSON lines."
-            ) from error
-
-
-def _source(name: str, split: str) -> Source:
-    path = Path(name)
-    label = path.name.split(".")[0] if path.is_file() else name.rstrip("/").rpartition("/")[2]
-    ending = next((s for s in reversed(path.suffixes) if s not in (".gz", ".zst", ".bz2", ".xz")), "")
-    known = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-    if not path.exists() and (ending in known or name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise InputError(f"--dataset {name}: no such file or folder (a hub id has the form OWNER/NAME)")
-    if path.is_file() and ending not in known:
-        raise InputError(f"--dataset {name}: unknown ending; known are {', '.join(known)}, also compressed")
-    if path.is_file() and known[ending] == "json":
-        size = path.stat().st_size
-        return Source(name, label, lambda: _json_chunks(path), size, "B", lambda: manifest.fingerprint(path))
-    return _table_source(name, label, path, known.get(ending), split)
-
-
-def _table_source(name: str, label: str, path: Path, builder: str | None, split: str) -> Source:
-    """Parquet, CSV, a `save_to_disk` folder, a folder of files, or a hub id: whatever `datasets` knows."""
-    mark = (lambda: manifest.fingerprint(path)) if path.exists() else lambda: _hub_revision(name)
-    saved = _saved_files(path, split) if path.is_dir() else []
-    files = [str(path)] if builder else saved
-    try:
-        if builder == "parquet":
-            from pyarrow.parquet import read_metadata
-
-            count = read_metadata(path).num_rows
-            return Source(name, label, lambda: _parquet_chunks(files), count, "rows", mark)
-        import datasets
-
-        if files:
-            made = datasets.load_dataset_builder(builder or "arrow", data_files={split: files})
-        else:
-            made = datasets.load_dataset_builder(name)
-        rows = made.as_streaming_dataset(split=split)
-    except Exception as error:
-        raise InputError(
-            f"--dataset {name} (split {split}) cannot be opened: {type(error).__name__}: {error}"
-        ) from error
-    known = (rows.info.splits or {}).get(split)
-    total = known and known.num_examples
-    if type(made.config).__name__ == "ParquetConfig":
-        parts = list(made.config.data_files[split])
-        return Source(name, label, lambda: _parquet_chunks(parts), total, "rows", mark)
-    tables = rows.with_format("arrow")
-    return Source(
-        name, label, lambda: _table_chunks(tables.iter(batch_size=_CHUNK_ROWS)), total, "rows", mark
-    )
-
-
-def _saved_files(folder: Path, split: str) -> list[str]:
-    """The Arrow files of a `save_to_disk` folder; [] where it is none. They are streamed, not mapped."""
-    if (folder / "dataset_dict.json").exists():
-        folder = folder / split
-    if not (folder / "state.json").exists():
-        return []
-    return [
-        str(folder / file["filename"]) for file in atomic_io.read_json(folder / "state.json")["_data_files"]
-    ]
-
-
-def _hub_revision(name: str) -> str:
-    from huggingface_hub import HfApi
-
-    return HfApi().dataset_info(name).sha or ""
-
-
-def _parquet_chunks(files: list[str]) -> Iterator[Chunk]:
-    """Rows of local or remote files; `datasets` decodes ahead without a bound, 0.7 GB for 300,000 rows."""
-    import fsspec
-    from pyarrow.parquet import ParquetFile
-
-    def batches() -> Iterator[Any]:
-        for file in files:
-            with fsspec.open(file, "rb") as opened:
-                table = ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20)
-                yield from table.iter_batches(batch_size=_CHUNK_ROWS, use_threads=False)
-
-    return _table_chunks(batches())
-
-
-def _table_chunks(tables: Iterable[Any]) -> Iterator[Chunk]:
-    import pyarrow as pa
-
-    done = 0
-    for table in tables:
-        first, done = done + 1, done + len(table)
-        # A stream holds these rows alone; a pickled slice would carry its whole row group to the worker.
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write(table)
-        yield Chunk(sink.getvalue().to_pybytes(), first, done, done)
-
-
-def _json_chunks(path: Path) -> Iterator[Chunk]:
-    """JSON lines, or one array of rows; `datasets` would refuse columns of mixed types."""
-    from fsspec.compression import compr
-    from fsspec.utils import infer_compression
-
-    with path.open("rb") as raw:
-        file = io.BufferedReader(compr[infer_compression(str(path))](raw, mode="rb"))
-        is_array = file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-        rows: list[Any] = []
-        size = first = 0
-        for number, row in enumerate(_array_items(file, path) if is_array else file, start=1):
-            first = first or number
-            rows.append(row)
-            size += len(row) if isinstance(row, bytes) else _CHUNK_BYTES // _CHUNK_ROWS
-            if len(rows) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
-                yield Chunk(rows, first, number, raw.tell())
-                rows, size, first = [], 0, 0
-        if rows:
-            yield Chunk(rows, first, number, raw.tell())
-
-
-def _array_items(file: io.BufferedReader, path: Path) -> Iterator[Any]:
-    """The items of one JSON array, each parsed when enough of the file has been read."""
-    text = io.TextIOWrapper(file, encoding="utf-8-sig")
-    decoder = json.JSONDecoder()
-    buffer, count = text.read(1 << 20).lstrip()[1:], 0
-    while True:
-        buffer = buffer.lstrip(" \t\r\n,")
-        if buffer.startswith("]"):
-            # Else the wrapper would close the file, whose position the caller still asks for.
-            text.detach()
-            return
-        try:
-            item, end = decoder.raw_decode(buffer)
-        except json.JSONDecodeError as error:
-            more = text.read(max(1 << 20, len(buffer)))
-            if not more or len(buffer) > 1 << 28:
-                raise InputError(f"{path}, row {count + 1} of the array is not valid JSON: {error}") from None
-            buffer += more
-            continue
-        count += 1
-        yield item
-        buffer = buffer[end:]
-
-
-# --------------------------------------------------------------------------------------------------------
-# Workers
-
-
-@contextmanager
-def _parallel(workers: int, model: verifier.Verifier | None = None) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield an ordered `map(work, items)` over processes that holds few items at a time; one worker is us."""
-    if workers <= 1:
-        _start_worker(model, ours=True)
-        yield map
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(model,)) as pool:
-        try:
-            yield lambda work, items: _bounded_map(pool, work, items, 2 * workers)
-        except BrokenProcessPool:
-            raise StageError(
-                "a worker process was killed, most often for want of memory. Run again with fewer --workers."
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _bounded_map(
-    pool: ProcessPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], window: int
-) -> Iterator[Any]:
-    pending: deque[Future[Any]] = deque()
-    for item in items:
-        pending.append(pool.submit(work, item))
-        if len(pending) >= window:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
-
-
-_MODEL: verifier.Verifier | None = None
-
-
-def _start_worker(model: verifier.Verifier | None, ours: bool = False) -> None:
-    global _MODEL
-    _MODEL = model
-    if ours:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @dataclass
@@ -448,36 +193,20 @@ class Normalised:
 
 @dataclass
 class Scan:
-    """All usable rows, 36 bytes each; their texts are on the disk, one line each, in this order."""
+    """All rows were read: the usable ones' texts are on the disk, one line each, in the order of `keys`."""
 
-    prompt_keys: bytearray = field(default_factory=bytearray)
-    first_keys: bytearray = field(default_factory=bytearray)
-    source_ids: array.array[int] = field(default_factory=lambda: array.array("I"))
-    source_names: dict[str, int] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
 
-    @property
-    def usable(self) -> int:
-        """Number of rows that could be normalised."""
-        return len(self.source_ids)
 
-    def add(self, part: Normalised) -> None:
-        """Append the keys of a chunk's rows."""
-        self.prompt_keys += b"".join(part.prompt_keys)
-        self.first_keys += b"".join(part.first_keys)
-        names = self.source_names
-        self.source_ids.extend(names.setdefault(name, len(names)) for name in part.sources)
-        self.tally.add(part.tally)
-
-
-def _scan(sources: list[Source], spool: Path, workers: int, keep: bool) -> Scan:
+def _scan(sources: list[Source], spool: Path, count: int, keep: bool) -> Scan:
     scan = Scan()
     started = time.monotonic()
     with (
         (spool / "prompts").open("wb") as prompts,
         (spool / "answered").open("wb") as answered,
-        _parallel(workers) as parallel,
+        workers.parallel(count) as parallel,
     ):
         for source in sources:
             shapes: Counter[str] = Counter()
@@ -487,7 +216,8 @@ def _scan(sources: list[Source], spool: Path, workers: int, keep: bool) -> Scan:
                 for part in parallel(_normalise, tasks):
                     prompts.writelines(part.prompts)
                     answered.writelines(part.answered)
-                    scan.add(part)
+                    scan.keys.add(part.prompt_keys, part.first_keys, part.sources)
+                    scan.tally.add(part.tally)
                     shapes += part.shapes
                     bar.update(positions.popleft() - bar.n)
                     bar.set_postfix(rows=scan.tally.read, dropped=scan.tally.dropped.total())
@@ -506,7 +236,7 @@ def _tasks(source: Source, keep: bool, positions: deque[int]) -> Iterator[tuple[
 def _normalise(task: tuple[Chunk, str, str, bool]) -> Normalised:
     chunk, name, label, keep = task
     part = Normalised()
-    for number, row in _rows(chunk, name):
+    for number, row in rows_of(chunk, name):
         part.tally.read += 1
         try:
             if not isinstance(row, dict):
@@ -525,32 +255,6 @@ def _normalise(task: tuple[Chunk, str, str, bool]) -> Normalised:
     return part
 
 
-def _rows(chunk: Chunk, name: str) -> Iterator[tuple[int, Any]]:
-    rows = chunk.rows
-    if isinstance(rows, bytes):
-        import pyarrow as pa
-
-        # Arrow fills the keys that a row lacks with nulls, in tool declarations too.
-        rows = [_without_nulls(row) for row in pa.ipc.open_stream(rows).read_all().to_pylist()]
-    for number, row in enumerate(rows, start=chunk.first):
-        if not isinstance(row, bytes):
-            yield number, row
-        elif row.strip():
-            try:
-                yield number, json.loads(row)
-            except (ValueError, RecursionError) as error:
-                raise InputError(
-                    f"--dataset {name}, line {number} is not valid JSON: {error}. A download that broke off "
-                    "looks like this: get the file again, or remove the line."
-                ) from None
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 def _line(conversation: Conversation) -> bytes:
     return json.dumps(conversation.to_row(), ensure_ascii=False).encode() + b"\n"
 
@@ -564,117 +268,6 @@ def _require_kept(tally: Tally, usable: int, min_kept: float, what: str) -> None
     _LOG.info("\n".join([kept, *tally.lines()]))
     if share < min_kept:
         raise StageError("\n".join([f"too little can be used. {kept}. Dropped:", *tally.lines()]))
-
-
-# --------------------------------------------------------------------------------------------------------
-# 2. Choose
-
-_FATES = ("train", "eval", "duplicate", "shares_held_out_opening", "over_max_samples", "other_source")
-_TRAIN, _EVAL, _DUPLICATE, _SHARES_OPENING, _OVER_MAX, _OTHER_SOURCE = range(6)
-
-
-def _choose(
-    scan: Scan, wanted: list[str] | None, eval_prompts: int, max_samples: int | None, seed: int
-) -> np.ndarray:
-    """The fate of each usable row: an index into `_FATES`, [n] uint8.
-
-    Held-out prompts are whole openings (first user messages): one row of an opening is evaluated, the
-    others are left out. Draws go by content and seed: a row that joins or leaves does not reshuffle the rest.
-    """
-    import numpy as np
-
-    prompts = np.frombuffer(scan.prompt_keys, np.dtype(">u8")).reshape(-1, 2)
-    openings = np.frombuffer(scan.first_keys, np.dtype(">u8")).reshape(-1, 2)
-    sources = np.frombuffer(scan.source_ids, np.uint32)
-    asked = np.isin(sources, _source_ids(scan, wanted))
-    fates = np.full(len(sources), _OTHER_SOURCE, np.uint8)
-    fates[asked] = _choose_among(
-        prompts[asked], openings[asked], sources[asked], eval_prompts, max_samples, seed
-    )
-    return fates
-
-
-def _choose_among(
-    prompts: np.ndarray,
-    openings: np.ndarray,
-    sources: np.ndarray,
-    eval_prompts: int,
-    max_samples: int | None,
-    seed: int,
-) -> np.ndarray:
-    import numpy as np
-
-    rows = np.arange(len(sources))
-    fates = np.full(len(sources), _TRAIN, np.uint8)
-
-    first_of_opening = _first_equal(openings)
-    unique = _first_equal(prompts) == rows
-    candidates = rows[first_of_opening == rows]
-    if eval_prompts >= len(candidates):
-        raise InputError(
-            f"--eval-prompts {eval_prompts}: there are {len(candidates)} different openings, and none would "
-            "be left to train on. Ask for fewer, or add a --dataset."
-        )
-    held = candidates[
-        _stratified(_ranks(openings[candidates], seed), sources[candidates], eval_prompts, seed)
-    ]
-    fates[np.isin(first_of_opening, held)] = _SHARES_OPENING
-    fates[~unique] = _DUPLICATE
-    fates[held] = _EVAL
-
-    training = rows[fates == _TRAIN]
-    if max_samples is not None and len(training) > max_samples:
-        order = np.argsort(_ranks(prompts[training], seed + 1), kind="stable")
-        fates[training[order[max_samples:]]] = _OVER_MAX
-    return fates
-
-
-def _source_ids(scan: Scan, wanted: list[str] | None) -> list[int]:
-    unknown = set(wanted or ()) - scan.source_names.keys()
-    if unknown:
-        found = ", ".join(list(scan.source_names)[:20])
-        raise InputError(f"--source {min(unknown)}: no usable row has this source, found: {found}")
-    return [scan.source_names[name] for name in wanted or scan.source_names]
-
-
-def _first_equal(keys: np.ndarray) -> np.ndarray:
-    """For each row of `keys` [n, 2] uint64 the index of the first row that equals it, [n] int64."""
-    import numpy as np
-
-    order = np.lexsort((keys[:, 1], keys[:, 0]))
-    starts = np.ones(len(keys), bool)
-    starts[1:] = (keys[order][1:] != keys[order][:-1]).any(axis=1)
-    first = np.empty(len(keys), np.int64)
-    # lexsort is stable: the first of each run of equal keys is the earliest row.
-    first[order] = order[starts][np.cumsum(starts) - 1]
-    return first
-
-
-def _ranks(keys: np.ndarray, seed: int) -> np.ndarray:
-    """A pseudo-random rank of each key, [n] uint64: the same key and seed rank the same everywhere."""
-    import numpy as np
-
-    # splitmix64's finaliser; the keys are hashes already, the seed has to reach every bit.
-    mixed = keys[:, 0].astype(np.uint64) ^ np.random.default_rng(seed).integers(2**64, dtype=np.uint64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def _stratified(ranks: np.ndarray, sources: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Indices of `count` rows, from each source in proportion (largest remainders), lowest ranks first."""
-    import numpy as np
-
-    sizes = np.bincount(sources)
-    exact = sizes * (count / len(sources))
-    quotas = np.floor(exact).astype(np.int64)
-    # Among equal remainders the seed decides: else the sources named first would have the places.
-    by_remainder = np.lexsort((np.random.default_rng(seed).permutation(len(sizes)), quotas - exact))
-    quotas[by_remainder[: count - quotas.sum()]] += 1
-    order = np.lexsort((ranks, sources))
-    starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    place = np.arange(len(sources)) - starts[sources[order]]
-    return order[place < quotas[sources[order]]]
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -700,8 +293,8 @@ def _write_prompts(spool: Path, fates: np.ndarray, folder: Path) -> None:
         atomic_io.replacing(folder / "eval.jsonl", "wb") as held_out,
     ):
         for fate, line in zip(fates.tobytes(), lines, strict=True):
-            if fate <= _EVAL:
-                (train if fate == _TRAIN else held_out).write(line)
+            if fate <= split.EVAL:
+                (train if fate == split.TRAIN else held_out).write(line)
 
 
 @dataclass
@@ -732,14 +325,15 @@ def _write_dataset(
     )
     config = {**prompts.config, "verifier": model.name, "revision": model.revision, "max_length": longest}
     record = manifest.Manifest("01_prepare_data", config, prompts.inputs, prompts.facts)
-    with atomic_io.locked(folder), _parallel(args.workers, replace(model)) as parallel:
+    with atomic_io.locked(folder), workers.parallel(args.workers) as parallel:
         if not manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale):
             return
         started = time.monotonic()
         total = Rendered()
         tokens: Counter[str] = Counter()
-        results = parallel(_render, _answered(spool, fates, longest))
-        with log.bar(int((fates == _TRAIN).sum()), unit="conversations", description="tokens") as bar:
+        render = functools.partial(_render, replace(model), longest)
+        results = parallel(render, _answered(spool, fates))
+        with log.bar(int((fates == split.TRAIN).sum()), unit="conversations", description="tokens") as bar:
             written = dataset.write(folder, _collected(results, total, tokens, args.min_kept, bar))
         record.counts = {
             "read": total.tally.read,
@@ -763,31 +357,36 @@ def _write_dataset(
     )
 
 
-def _answered(spool: Path, fates: np.ndarray, longest: int) -> Iterator[tuple[list[bytes], int]]:
+def _answered(spool: Path, fates: np.ndarray) -> Iterator[list[bytes]]:
     lines: list[bytes] = []
     with (spool / "answered").open("rb") as file:
         for fate, line in zip(fates.tobytes(), file, strict=True):
-            if fate == _TRAIN:
+            if fate == split.TRAIN:
                 lines.append(line)
             if len(lines) == 100:
-                yield lines, longest
+                yield lines
                 lines = []
     if lines:
-        yield lines, longest
+        yield lines
 
 
-def _render(task: tuple[list[bytes], int]) -> Rendered:
+@functools.cache
+def _resident(model: verifier.Verifier) -> verifier.Verifier:
+    """A worker's first copy of the verifier, whose tokenizer is loaded once."""
+    return model
+
+
+def _render(model: verifier.Verifier, longest: int, lines: list[bytes]) -> Rendered:
     from common import chat
 
-    assert _MODEL is not None
-    lines, longest = task
+    model = _resident(model)
     done = Rendered()
     for line in lines:
         whole = Conversation.from_row(json.loads(line))
         done.tally.read += max(1, whole.turns)
         if not whole.turns:
             done.tally.drop(Dropped("no_answer"), whole.id)
-        results = list(chat.turns(_MODEL, whole))
+        results = list(chat.turns(model, whole))
         rows = [row for row in results if not isinstance(row, Dropped)]
         done.several += len(rows) > 1
         done.rewritten += chat.history_is_rewritten(rows)
@@ -822,7 +421,7 @@ def _collected(
 
 
 def _counts(scan: Scan, fates: np.ndarray) -> dict[str, Any]:
-    by_fate = {name: int((fates == code).sum()) for code, name in enumerate(_FATES)}
+    by_fate = {name: int((fates == code).sum()) for code, name in enumerate(split.FATES)}
     train, held_out = by_fate.pop("train"), by_fate.pop("eval")
     chosen = {name: count for name, count in by_fate.items() if count}
     dropped = {**scan.tally.dropped, **chosen}
@@ -839,12 +438,14 @@ def _report(scan: Scan, fates: np.ndarray, folder: Path) -> None:
     rate = counts["read"] / max(scan.seconds, 1e-9)
     lines = [f"{folder}: {counts['read']:,} rows = {' + '.join(parts)}"]
     lines += [f"  {'train':>9}  {'eval':>7}  source"]
-    sources = np.frombuffer(scan.source_ids, np.uint32)
-    size = len(scan.source_names)
-    train, held_out = (np.bincount(sources[fates == code], minlength=size) for code in (_TRAIN, _EVAL))
-    names = sorted(scan.source_names, key=lambda name: -train[scan.source_names[name]])
+    sources = np.frombuffer(scan.keys.source_ids, np.uint32)
+    size = len(scan.keys.source_names)
+    train, held_out = (
+        np.bincount(sources[fates == code], minlength=size) for code in (split.TRAIN, split.EVAL)
+    )
+    names = sorted(scan.keys.source_names, key=lambda name: -train[scan.keys.source_names[name]])
     for name in names[:20]:
-        index = scan.source_names[name]
+        index = scan.keys.source_names[name]
         lines.append(f"  {train[index]:>9,}  {held_out[index]:>7,}  {name}")
     lines += [f"  and {len(names) - 20} more sources"] if len(names) > 20 else []
     took = log.human_seconds(scan.seconds)

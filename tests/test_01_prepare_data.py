@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import zstandard
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from common import atomic_io, dataset, manifest
 from common.conversations import Conversation
@@ -230,35 +228,6 @@ def test_no_opening_is_on_both_sides_of_the_split(run_dir: Path, tmp_path: Path)
     assert not set(held_out) & set(openings("train.jsonl"))
     # 40 openings have three follow-ups and one prompt with a system message each; 80 of these repeat.
     assert counts(run_dir)["dropped"] == {"duplicate": 80, "shares_held_out_opening": 30}
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    openings=st.lists(st.integers(0, 30), min_size=8, max_size=80),
-    sources=st.lists(st.integers(0, 3), min_size=80, max_size=80),
-    count=st.integers(0, 7),
-    limit=st.none() | st.integers(1, 20),
-    seed=st.integers(0, 5),
-)
-def test_any_split_is_exact_disjoint_and_complete(
-    openings: list[int], sources: list[int], count: int, limit: int | None, seed: int
-) -> None:
-    assume(len(set(openings)) > count)
-    scan = prepare.Scan()
-    for row, opening in enumerate(openings):
-        scan.prompt_keys += (opening * 1000 + row % 3).to_bytes(16, "big")
-        scan.first_keys += opening.to_bytes(16, "big")
-        scan.source_ids.append(sources[row])
-    scan.source_names = {name: number for number, name in enumerate("abcd")}
-    fates = prepare._choose(scan, None, count, limit, seed).tolist()
-    names = [prepare._FATES[fate] for fate in fates]
-    assert names.count("eval") == count
-    train = [opening for opening, name in zip(openings, names, strict=True) if name == "train"]
-    held_out = [opening for opening, name in zip(openings, names, strict=True) if name == "eval"]
-    assert not set(train) & set(held_out)
-    assert len(set(held_out)) == count
-    assert limit is None or len(train) <= limit
-    assert limit is None or "over_max_samples" not in names or len(train) == limit
 
 
 def test_one_source_of_a_mixed_file_may_be_asked_for(

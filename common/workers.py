@@ -1,0 +1,70 @@
+"""Processes that work through a stream in order, holding few of its items at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import connection
+from typing import Any
+
+from common.errors import StageError
+
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+
+
+@contextmanager
+def parallel(count: int) -> Iterator[Map]:
+    """Yield an ordered `map(work, items)` over processes; with one worker it is the built-in one.
+
+    Args:
+        count: number of processes; each takes an item and has the next one waiting.
+
+    Raises:
+        StageError: a process was killed.
+    """
+    if count <= 1:
+        yield map
+        return
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_start) as pool:
+        try:
+            yield lambda work, items: _bounded_map(pool, work, items, 2 * count)
+        except BrokenProcessPool:
+            raise StageError(
+                "a worker process was killed, most often for want of memory. Run again with fewer --workers."
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _bounded_map(
+    pool: ProcessPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], window: int
+) -> Iterator[Any]:
+    # The executor's own map would take in the whole stream at once.
+    pending: deque[Future[Any]] = deque()
+    for item in items:
+        pending.append(pool.submit(work, item))
+        if len(pending) >= window:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _start() -> None:
+    # The parent alone answers Ctrl-C; a worker whose parent was killed would wait for work for ever.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
