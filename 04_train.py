@@ -127,6 +127,9 @@ def main(args: argparse.Namespace) -> None:
     from common import training
 
     device, dtype = training.start(args.device)
+    if args.probe_layer_ids:
+        _probe(args, device)
+        return
     inputs = Inputs.settle(args)
     _settle_lr(args)
     output = Output(args, inputs)
@@ -165,6 +168,8 @@ def _check_ranges(args: argparse.Namespace) -> None:
             if value is not None and (value < low or (high is not None and value >= high)):
                 bound = f"at least {low}" if high is None else f"in [{low}, {high})"
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be {bound}")
+    if args.probe_layer_ids and not args.finetune_from:
+        raise InputError("--probe-layer-ids needs --finetune-from: it measures an imported head")
     if args.draft_vocab == "checkpoint" and not args.finetune_from:
         raise InputError(
             "--draft-vocab checkpoint needs --finetune-from: from scratch there is no checkpoint"
@@ -339,6 +344,26 @@ class Start:
         coverage = self.held_out.coverage(self.model)
         if coverage is not None:
             _LOG.info("position 0 can reach %.3f: what the draft vocabulary has of the verifier's", coverage)
+
+
+def _probe(args: argparse.Namespace, device: torch.device) -> None:
+    """Measure the head on each candidate's states and recommend one."""
+    from common import acceptance, dataset, step0
+    from common.hidden_states import HiddenStateStore
+    from common.loaders import single_rows
+
+    folder = args.data_from or args.run_dir
+    states = manifest.read(folder / "probe_states", "03_capture_hidden.py --probe 32 --layer-ids ...")
+    captured = states.facts["layer_ids"]
+    model = verifier.from_args(args, states.facts)
+    store = HiddenStateStore(folder / "probe_states", model.hidden_size, len(captured))
+    data = dataset.load(folder / "dataset")
+
+    def measure(head: Eagle3DraftModel, columns: list[int]) -> Acceptance:
+        batches = single_rows(store, data, columns)
+        return acceptance.measure_offline(head.to(device), batches, model, args.ttt_steps)
+
+    step0.probe_layer_ids(args, model, captured, args.probe_layer_ids, measure)
 
 
 def _build(args: argparse.Namespace, inputs: Inputs) -> tuple[Eagle3DraftModel, Plan | None, DraftVocab]:

@@ -44,6 +44,14 @@ def add_warm_start_arguments(parser: argparse.ArgumentParser) -> None:
         help="start tensors that the head lacks (a second layer, say) at random instead of stopping",
     )
     group.add_argument(
+        "--probe-layer-ids",
+        action="append",
+        nargs=3,
+        type=int,
+        metavar="ID",
+        help="measure the head on these layers' states of `03 --probe`; repeat for each candidate; then stop",
+    )
+    group.add_argument(
         "--min-step0-acceptance",
         type=float,
         default=0.05,

@@ -191,6 +191,36 @@ def _start_worker(worker_id: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def single_rows(
+    store: HiddenStateStore, data: datasets.Dataset, columns: Sequence[int]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Each captured row as a batch of its own, with some of its aux states.
+
+    Args:
+        store: rows that it lacks are passed over.
+        data: the data set that the states were captured from.
+        columns: which of the store's aux states, in the drafter's order.
+
+    Yields:
+        As speculators collates a batch, states in float32.
+    """
+    for row in sorted(store.done(dict(enumerate(data.with_format(None)["seq_len"])))):
+        token_ids, states = store.read(row)
+        shifted = shift_batch(
+            {
+                "input_ids": token_ids,
+                "hidden_states": states[:, list(columns)].float().flatten(1),
+                "verifier_last_hidden_states": states[:, -1].float(),
+                "loss_mask": data[row]["loss_mask"],
+                "lengths": torch.tensor([len(token_ids)]),
+                "position_ids": torch.arange(len(token_ids)),
+            }
+        )
+        del shifted["lengths"]
+        one = {name: tensor[None] for name, tensor in shifted.items()}
+        yield one | {"document_ids": torch.zeros_like(one["input_ids"])}
+
+
 def rows_of_batch(loader: DataLoader, epoch: int, index: int) -> list[int]:
     """Rows of the data set in the batch of that index, in the order of its `document_ids`."""
     sampler: Any = loader.batch_sampler

@@ -148,7 +148,7 @@ def probe_layer_ids(
             wanted = " ".join(map(str, sorted({i for candidate in candidates for i in candidate})))
             raise InputError(
                 f"--probe-layer-ids {' '.join(map(str, ids))}: layer {absent[0]} is not among the captured "
-                f"ones {captured}. Capture a few rows of all: 03_capture_hidden.py --run-dir PROBE "
+                f"ones {captured}. Capture a few rows of all: 03_capture_hidden.py --probe 32 "
                 f"--layer-ids {wanted}."
             )
         acceptance = measure(model, [captured.index(layer_id) for layer_id in ids])

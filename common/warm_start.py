@@ -282,7 +282,7 @@ def _read_map(
     checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], verifier: Verifier
 ) -> tuple[SourceMap, str]:
     """The checkpoint's vocabulary in canonical form, and what was found."""
-    d2t, t2d = (tensors[name].read().numpy() if name in tensors else None for name in _MAPS)
+    d2t, t2d = (_array(tensors[name].read()) if name in tensors else None for name in _MAPS)
     rows = tensors["lm_head.weight"].shape[0]
     note = ""
     if d2t is not None and d2t.size < rows and not tensors["lm_head.weight"].read()[d2t.size :].any():
@@ -295,6 +295,11 @@ def _read_map(
         )
     source = read_dialect(d2t, t2d, rows=rows, vocab_size=verifier.vocab_size, origin=checkpoint.origin)
     return source, f"draft vocabulary: {len(source.vocab)} of {verifier.vocab_size}, {source.dialect}{note}"
+
+
+def _array(table: torch.Tensor) -> np.ndarray:
+    # numpy has no bfloat16; a map in floating point is refused by name later.
+    return (table.float() if table.is_floating_point() else table).numpy()
 
 
 def _vocab_notes(checkpoint: Checkpoint, verifier: Verifier) -> tuple[str, ...]:
