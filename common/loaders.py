@@ -287,8 +287,12 @@ class HeldOut:
             return None
         if model.t2d is None:
             return 1.0
-        known = torch.cat([choices[choices >= 0] for choices in self._choices])
-        return model.t2d.cpu()[known].float().mean().item()
+        chosen = torch.cat([choices[choices >= 0] for choices in self._choices]).to(model.device)
+        counts = torch.stack([model.t2d[chosen].sum(), torch.tensor(len(chosen), device=model.device)])
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        known, all_of_them = counts.tolist()
+        return known / all_of_them
 
     @cached_property
     def _names(self) -> list[str]:

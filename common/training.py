@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -102,11 +103,16 @@ def start(choice: Literal["auto", "cpu", "cuda"]) -> tuple[torch.device, torch.d
     """
     if choice == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: no GPU is visible. Pass --device cpu, or check nvidia-smi.")
+    atexit.register(distributed.maybe_destroy_distributed)
     if choice != "cpu" and torch.cuda.is_available():
         distributed.maybe_setup_distributed()
-        return torch.device("cuda", distributed.get_local_rank()), torch.bfloat16
-    _prepare_cpu()
-    return torch.device("cpu"), torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+        device, dtype = torch.device("cuda", distributed.get_local_rank()), torch.bfloat16
+    else:
+        _prepare_cpu()
+        device, dtype = torch.device("cpu"), torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    if not is_main():
+        log.setup(logging.WARNING)
+    return device, dtype
 
 
 def _prepare_cpu() -> None:

@@ -21,7 +21,8 @@ from tests.conftest import ROOT, load_script
 
 TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "32", "--intermediate-size", "64"]
 SHORT = ["--total-seq-len", "256", "--eval-ratio", "0.1", "--lr", "1e-3", "--epochs", "2", "--max-steps", "7"]
-KNOWN_LOSSES = [0.0] * 7
+# bfloat16 on a Zen 4; float32 is within 0.2 % of these.
+KNOWN_LOSSES = [20.2913, 17.5943, 22.4187, 15.0918, 18.7516, 15.1931, 18.6501]
 PUBLIC = ["--draft-vocab", "checkpoint", "--total-seq-len", "512", "--eval-ratio", "0.1"]
 
 
@@ -123,7 +124,7 @@ def test_the_schedule_ends_at_max_steps(undisturbed: Path) -> None:
 
 def test_losses_of_the_run_are_the_known_ones(undisturbed: Path) -> None:
     losses = [row["loss"] for _, row in sorted(metrics(undisturbed, "train").items())]
-    assert losses == pytest.approx(KNOWN_LOSSES, rel=2e-2)  # bfloat16 kernels differ between CPUs
+    assert losses == pytest.approx(KNOWN_LOSSES, rel=5e-3)
 
 
 def test_a_finished_run_is_recognised(
@@ -274,7 +275,7 @@ def test_a_step_without_finite_gradient_is_skipped_and_counted(
     )
     error = capsys.readouterr().err
     assert "had no finite gradient" in error
-    assert " 3" in error.split("the last on rows")[1].split("]")[0]
+    assert 3 in json.loads(error.split("the last on rows")[1].split(".")[0])
 
 
 def test_states_of_other_tokens_stop_the_run(own_states: Path, tmp_path: Path, capsys) -> None:
