@@ -127,6 +127,10 @@ def main(args: argparse.Namespace) -> None:
     from common import training
 
     device, dtype = training.start(args.device)
+    if device.type == "cuda" and args.total_seq_len % 128:
+        raise InputError(
+            f"--total-seq-len {args.total_seq_len}: a GPU's flex attention needs multiples of 128"
+        )
     if args.probe_layer_ids:
         _probe(args, device)
         return

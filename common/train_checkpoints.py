@@ -38,7 +38,8 @@ class StepCheckpointer(BaseCheckpointer):
         try:
             missing, unexpected = model.load_state_dict(load_file(path), strict=False)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise InputError(f"{path} cannot be loaded: {error}. Pass --no-resume to start again.") from None
+            what = " ".join(str(error).split()).rstrip(".")
+            raise InputError(f"{path} cannot be loaded: {what}. Pass --no-resume to start again.") from None
         wrong = [*unexpected, *(name for name in missing if name not in model._keys_to_ignore_on_save)]
         if wrong:
             raise InputError(f"{path} is of another drafter ({wrong[0]}). Pass --no-resume to start again.")

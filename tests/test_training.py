@@ -1,0 +1,143 @@
+"""The run around speculators' Trainer: steps, processes, signals, metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import atomic_io, manifest, training
+from common.acceptance import Acceptance
+from common.errors import StageError
+from common.training import Settings
+from tests.conftest import ROOT, load_script
+
+SETTINGS = Settings(
+    lr=1e-3,
+    epochs=3,
+    max_steps=None,
+    ttt_steps=3,
+    optimizer="adamw",
+    weight_decay=0.01,
+    scheduler="cosine",
+    warmup_ratio=0.0,
+    save_every=100,
+    keep_last=1,
+    max_bad_steps=0,
+)
+
+
+class Packed:
+    """A sampler whose epochs pack into 5, 4 and 6 batches, as another order of the same rows does."""
+
+    def _generate_batches(self, epoch: int) -> list[list[int]]:
+        return [[0]] * (5, 4, 6)[epoch]
+
+
+class Loader:
+    batch_sampler = Packed()
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "steps"), [(3, None, 15), (2, None, 9), (3, 7, 7), (3, 5, 5), (3, 99, 15)]
+)
+def test_steps_are_counted_epoch_by_epoch(epochs: int, max_steps: int | None, steps: int) -> None:
+    settings = replace(SETTINGS, epochs=epochs, max_steps=max_steps)
+    assert training.count_steps(Loader(), settings) == steps  # type: ignore[arg-type]
+
+
+def test_the_schedule_of_speculators_ends_at_the_last_step(tmp_path: Path) -> None:
+    config = training.trainer_config(replace(SETTINGS, warmup_ratio=0.1), tmp_path, 50, torch.bfloat16)
+    from speculators.train.trainer import _resolve_scheduler_steps
+
+    assert _resolve_scheduler_steps(config, train_loader_len=1000) == (5, 50)
+
+
+def test_the_first_signal_is_a_wish_and_the_second_acts() -> None:
+    with training._stop_signals() as stopping:
+        assert not stopping()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopping()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_metrics_of_steps_that_go_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "train": {"loss": s}}) + "\n" for s in (1, 2, 3, 4)))
+    logger = logging.getLogger("speculators.metrics")
+    handlers = list(logger.handlers)
+    with training._metrics(tmp_path, step=2):
+        training._log_held_out(2, {"a": Acceptance(4, (2, 1)), "b": Acceptance(4, (0, 0))})
+        logger.info({"train": {"loss": 30.0}}, extra={"step": 3})
+    assert list(atomic_io.read_json_lines(path)) == [
+        {"step": 1, "train": {"loss": 1}},
+        {"step": 2, "train": {"loss": 2}},
+        {
+            "step": 2,
+            "held_out": {
+                "acceptance_length": 1.375,
+                "position_0": 0.25,
+                "position_1": 0.125,
+                "by_source": {"a": 1.75, "b": 1.0},
+            },
+        },
+        {"step": 3, "train": {"loss": 30.0}},
+    ]
+    assert logger.handlers == handlers
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with training._metrics(tmp_path, step=0):
+        logging.getLogger("speculators.metrics").info({"train": {"loss": 2.5}}, extra={"step": 3})
+    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(3, 2.5)]
+
+
+def test_one_process_decides_for_itself() -> None:
+    assert training.main_decides(lambda: 7) == 7
+
+    def fail() -> None:
+        raise StageError("no")
+
+    with pytest.raises(StageError, match="no"):
+        training.main_decides(fail)
+
+
+def test_two_processes_train_one_drafter_and_measure_as_one(
+    captured_run: Path, public_head: Path, tmp_path: Path
+) -> None:
+    """gloo: the import's acceptance over two halves of the held-out rows is that of one process."""
+    flags = ["--data-from", str(captured_run), "--finetune-from", str(public_head)]
+    flags += ["--draft-vocab", "checkpoint", "--total-seq-len", "512", "--eval-ratio", "0.2", "--lr", "1e-4"]
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    dry = ["--run-dir", str(tmp_path / "dry"), *flags, "--dry-run", "--report-json", str(one)]
+    assert load_script("04_train").main(dry) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    wet = ["04_train.py", "--run-dir", str(tmp_path / "run"), *flags, "--report-json", str(two)]
+    done = subprocess.run(
+        [*torchrun, *wet, "--max-steps", "2"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(two.read_text()) == json.loads(one.read_text())
+    made = manifest.read(tmp_path / "run" / "drafter", "04_train.py")
+    assert made.counts["steps"] == 2
+    assert done.stderr.count("drafter: done") == 1
+    rows = atomic_io.read_json_lines(tmp_path / "run" / "checkpoints" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "train" in row] == [1, 2]
