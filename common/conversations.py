@@ -155,14 +155,17 @@ def shape_of(row: dict[str, Any]) -> str:
     """The name of the row's shape and the columns that decided it, for the user's eyes.
 
     Raises:
-        Dropped: no known column is filled.
+        Dropped: no known column is filled, or it holds neither text nor messages.
     """
     column = _column(row)
     if column == "instruction":
         return "Alpaca (instruction/input/output)"
-    value = _unpacked(row[column])
-    if not isinstance(value, list):
+    value = row[column]
+    if column in _PROMPTS and isinstance(value, str):
         return f"prompt only ({column})"
+    value = _unpacked(value)
+    if not isinstance(value, list):
+        raise Dropped("messages_not_a_list", f"{column} is {type(value).__name__}")
     sharegpt = any(isinstance(message, dict) and "from" in message for message in value)
     return f"ShareGPT ({column}: from/value)" if sharegpt else f"OpenAI ({column}: role/content)"
 

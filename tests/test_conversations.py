@@ -70,6 +70,11 @@ def test_a_prompt_alone_is_a_user_message(column: str) -> None:
     assert conversations.shape_of({column: "Hi"}) == f"prompt only ({column})"
 
 
+def test_a_prompt_that_begins_like_json_is_still_a_prompt() -> None:
+    assert conversations.normalise({"prompt": "[1, 2"}, "file").messages == (Message("user", "[1, 2"),)
+    assert conversations.shape_of({"prompt": "[1, 2"}) == "prompt only (prompt)"
+
+
 def test_an_alpaca_input_follows_its_instruction_after_an_empty_line() -> None:
     found = conversations.normalise({"instruction": "Add.", "input": "2, 3", "output": "5"}, "file")
     assert found.messages == (Message("user", "Add.\n\n2, 3"), Message("assistant", "5"))
