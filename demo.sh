@@ -31,9 +31,9 @@ stage 04_train.py $config --run-dir runs/demo/finetuned --finetune-from runs/dem
 # What the base was worth: the same steps on the same data from random weights.
 stage 04_train.py $config --run-dir runs/demo/scratch --data-from runs/demo/finetuned
 
-# Served by vLLM on held-out prompts of both domains, counted by vLLM.
+# Served by vLLM on held-out prompts of both domains, counted by vLLM; the base as it is, in the public layout.
 stage 05_evaluate.py $config --run-dir runs/demo/finetuned \
-    --drafter base=runs/demo/base/drafter \
+    --drafter base=runs/demo/base/specforge \
     --drafter finetuned=runs/demo/finetuned/drafter \
     --drafter scratch=runs/demo/scratch/drafter \
     --prompts runs/demo/finetuned/prompts/eval.jsonl \

