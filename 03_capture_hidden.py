@@ -26,7 +26,7 @@ from typing import Any
 
 from common import atomic_io, cli, log, manifest, verifier, vllm_server
 from common.capture import Capture, Rows, verify
-from common.errors import InputError
+from common.errors import InputError, StageError
 from common.hidden_states import Backend, ContentCheck, HiddenStateStore
 from common.inference_pool import InferencePool
 
@@ -135,6 +135,7 @@ def main(args: argparse.Namespace) -> int:
     record = manifest.Manifest(stage=STAGE, config=plan.config, inputs=inputs, facts=plan.facts)
     folder = plan.store.folder
     with atomic_io.locked(folder):
+        _require_positions(plan)
         _require_space(plan)
         working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
         todo = sorted(plan.rows.lengths.keys() - plan.store.done(plan.rows.lengths))
@@ -146,8 +147,14 @@ def main(args: argparse.Namespace) -> int:
         _LOG.info("rows: %d = %d there + %d to do", len(plan.rows), len(plan.rows) - len(todo), len(todo))
         capture = Capture(plan.rows, plan.store, plan.content if todo else None, args.max_failure_rate)
         if todo:
-            with _backend(plan) as backend:
-                asyncio.run(capture.run(backend, todo))
+            try:
+                with _backend(plan) as backend:
+                    asyncio.run(capture.run(backend, todo))
+            except StageError:
+                # With nothing to resume, the mended command may differ in anything.
+                if not plan.store.done(plan.rows.lengths):
+                    manifest.abandon(folder)
+                raise
         record.counts = capture.counts()
         record.write(folder)
         _LOG.info("%s: %d rows, %s", folder, len(plan.rows), log.human_bytes(record.counts["bytes"]))
@@ -166,8 +173,11 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
             "--server-args asks for pipeline parallelism: the layers of one row would lie in several "
             "processes, and vLLM hands out states of one of them. Use --tensor-parallel-size."
         )
-    if not (args.print_server or args.verify):
-        vllm_server.check(args)
+    if args.print_server or args.verify:
+        return
+    vllm_server.check(args)
+    if args.serve and args.shared_folder:
+        raise InputError("--shared-folder belongs to a server of --endpoint; --serve brings its own")
 
 
 @dataclass(frozen=True)
@@ -329,20 +339,20 @@ def _backend(plan: Plan) -> Iterator[AbstractAsyncContextManager[Backend]]:
         dtype = getattr(torch, plan.dtype or "")
         yield nullcontext(TransformersBackend(plan.model, plan.store, plan.all_ids, dtype, args.batch_tokens))
         return
-    _require_positions(plan)
     shared = plan.shared_folder
     if args.serve:
-        # Left by a run that was killed; what a server that runs already writes is its own business.
+        # Left by a run that was killed; the folder of a server that runs already is its own business.
         shutil.rmtree(shared, ignore_errors=True)
     shared.mkdir(parents=True, exist_ok=True)
     if shared.stat().st_dev != plan.store.folder.stat().st_dev:
         _LOG.warning("%s is on another file system than the run: files are copied, not renamed", shared)
-    with vllm_server.serving(
-        args, plan.model, plan.server_args, args.run_dir / "logs" / f"{STAGE}.log"
-    ) as urls:
-        yield _vllm(plan, urls)
-    if args.serve:
-        shutil.rmtree(shared, ignore_errors=True)
+    log_file = args.run_dir / "logs" / f"{STAGE}.log"
+    try:
+        with vllm_server.serving(args, plan.model, plan.server_args, log_file) as urls:
+            yield _vllm(plan, urls)
+    finally:
+        if args.serve:
+            shutil.rmtree(shared, ignore_errors=True)
 
 
 @asynccontextmanager
@@ -363,7 +373,7 @@ async def _vllm(plan: Plan, urls: list[str]) -> AsyncIterator[Backend]:
 
 def _require_positions(plan: Plan) -> None:
     positions = getattr(plan.model.config, "max_position_embeddings", None)
-    if positions is not None and plan.rows.longest >= positions:
+    if plan.args.backend == "vllm" and positions is not None and plan.rows.longest >= positions:
         row = max(plan.rows.lengths, key=plan.rows.lengths.__getitem__)
         raise InputError(
             f"{plan.source}, row {row} has {plan.rows.longest} tokens, the verifier {positions} positions, "

@@ -198,6 +198,7 @@ def test_a_disk_that_is_too_small_is_refused(
         (["--backend", "vllm", "--serve", "--dtype", "float32"], "--dtype is for --backend transformers"),
         (["--backend", "vllm", "--serve", "--server-args", "-pp 2"], "--tensor-parallel-size"),
         (["--backend", "vllm", "--endpoint", "http://127.0.0.1:9"], "does not answer"),
+        (["--backend", "vllm", "--serve", "--shared-folder", "/tmp/x"], "belongs to a server of --endpoint"),
         (["--endpoint", "http://127.0.0.1:9"], "leave out --endpoint"),
         (["--dataset", "/nowhere"], "/nowhere does not exist"),
     ],
@@ -207,6 +208,21 @@ def test_contradictions_are_named(
 ) -> None:
     assert stage(*here, *flags) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_run_that_stored_nothing_binds_no_settings(here: Sequence[str | Path], states: Path) -> None:
+    assert stage(*here, "--backend", "vllm", "--endpoint", "http://127.0.0.1:9") == 2
+    assert stage(*here[:-3], "2", "3", "4") == 0
+    assert manifest.read(states, "03").facts["layer_ids"] == [2, 3, 4]
+
+
+def test_rows_that_fill_every_position_are_refused_before_a_server_starts(
+    tiny: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(run_dir / "dataset", tiny, ["tea " * 4096])
+    ids = map(str, DEEPSEEK_IDS)
+    assert stage("--run-dir", run_dir, "--verifier", tiny, "--serve", "--layer-ids", *ids) == 2
+    assert "the verifier 4096 positions" in capsys.readouterr().err
 
 
 def test_the_command_of_a_server_is_shown(
