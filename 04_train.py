@@ -40,7 +40,7 @@ _FINETUNE_LR, _SCRATCH_LR = 2e-5, 1e-4
 _STEP0 = "step0.json"
 # Two runs that differ in one of these are two runs; folders, devices and what is kept decide nothing.
 _DECIDING = (
-    *("finetune_from", "draft_vocab", "embedding", "init_missing", "train_lm_head"),
+    *("finetune_from", "finetune_revision", "draft_vocab", "embedding", "init_missing", "train_lm_head"),
     *("num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
     *("rope_theta", "rms_norm_eps", "max_position_embeddings"),
     *("lr", "epochs", "max_steps", "ttt_steps", "total_seq_len", "optimizer", "weight_decay"),
@@ -142,6 +142,7 @@ def main(args: argparse.Namespace) -> None:
         return
     with atomic_io.locked(output.drafter) if training.is_main() else nullcontext():
         if not training.main_decides(output.begin):
+            training.main_decides(output.export)
             return
         try:
             start = Start.prepare(args, inputs, device, dtype, known=output.step0())
@@ -475,16 +476,34 @@ class Output:
 
     def begin(self) -> bool:
         """Whether there is work to do; a run that was begun with other settings is refused."""
-        return self._fresh or self._begin(overwrite=False)
+        if self._fresh:
+            return True
+        working = self._begin(overwrite=False)
+        try:
+            self.step0()
+        except InputError:
+            manifest.abandon(self.drafter)
+            raise
+        return working
 
     def step0(self) -> dict[str, Acceptance] | None:
-        """What the run that is resumed had measured before its first step."""
+        """What the run that is resumed had measured before its first step.
+
+        Raises:
+            InputError: the checkpoints are of a run with other settings.
+        """
         from common.acceptance import Acceptance
 
         path = self.checkpoints / _STEP0
         if self._fresh or not path.exists():
             return None
-        return {source: Acceptance.from_json(row) for source, row in atomic_io.read_json(path).items()}
+        begun = atomic_io.read_json(path)
+        if begun["config"] != self._record.config:
+            raise InputError(
+                f"{self.checkpoints} holds a run with other settings, though {self.drafter} knows of none. "
+                "Pass --no-resume to start again, or another --run-dir to keep it."
+            )
+        return {source: Acceptance.from_json(row) for source, row in begun["step0"].items()}
 
     def clear_for(self, start: Start) -> None:
         """Discard what an earlier run left, unless it is resumed, and keep the new one's step 0."""
@@ -493,7 +512,7 @@ class Output:
                 shutil.rmtree(folder, ignore_errors=True)
             self._begin(overwrite=True)
         parts = {source: part.as_json() for source, part in start.step0.items()}
-        atomic_io.write_json(self.checkpoints / _STEP0, parts)
+        atomic_io.write_json(self.checkpoints / _STEP0, {"config": self._record.config, "step0": parts})
 
     def abandon(self) -> None:
         """After a failure before the first step: other settings may follow, unless a run can be resumed."""
@@ -519,12 +538,20 @@ class Output:
             "best_step": outcome.best_step,
             "bad_steps": outcome.bad_steps,
         }
-        if self._args.export == "specforge":
-            drafter.export_specforge(self.drafter, self._specforge, self._verifier)
-            record.write(self._specforge)  # by it a run that starts from this folder notices a change
-            _LOG.info("%s: the same drafter in the midlayer layout", self._specforge)
         record.write(self.drafter)
         _LOG.info("%s: done", self.drafter)
+        self.export()
+
+    def export(self) -> None:
+        """Write the finished drafter in the other layout, if that is asked for and not there yet."""
+        from common import drafter
+
+        if self._args.export is None or (self._specforge / manifest.NAME).exists():
+            return
+        drafter.export_specforge(self.drafter, self._specforge, self._verifier)
+        # By this copy a run that starts from the folder notices when it is made again.
+        shutil.copyfile(self.drafter / manifest.NAME, self._specforge / manifest.NAME)
+        _LOG.info("%s: the same drafter in the midlayer layout", self._specforge)
 
     def _begin(self, *, overwrite: bool) -> bool:
         return manifest.begin(

@@ -251,11 +251,13 @@ class Trainer(speculators_trainer.Trainer):
         """Where to begin: at the newest checkpoint, or at step 0."""
         self.checkpointer = StepCheckpointer(self.config.save_path)
         found = self.checkpointer.previous_epoch >= 0
-        state = (
-            self.checkpointer.state()
-            if found
-            else {"epoch": 0, "local_step": 0, "bad_steps": 0, "interrupted": False}
-        )
+        state = self.checkpointer.state() if found else self._state(0, 0)
+        if state["processes"] != distributed.get_world_size():
+            raise InputError(
+                f"{self.checkpointer.path} was written by {state['processes']} processes, these are "
+                f"{distributed.get_world_size()}: each would take up other rows than it left. Start as many "
+                "as before, or pass --no-resume to start again."
+            )
         self.current_epoch, self._resume_local_step = state["epoch"], state["local_step"]
         self.global_step = self.checkpointer.previous_epoch if found else 0
         self.bad_steps = state["bad_steps"]
@@ -385,13 +387,18 @@ class Trainer(speculators_trainer.Trainer):
         dist.all_reduce(flag)
         return bool(flag.item())
 
-    def _save(self, epoch: int, local_step: int, *, interrupted: bool = False) -> None:
-        state = {
+    def _state(self, epoch: int, local_step: int, *, interrupted: bool = False) -> dict[str, Any]:
+        """What a resumed run needs beside weights, moments and schedule."""
+        return {
             "epoch": epoch,
             "local_step": local_step,
             "bad_steps": self.bad_steps,
             "interrupted": interrupted,
+            "processes": distributed.get_world_size(),
         }
+
+    def _save(self, epoch: int, local_step: int, *, interrupted: bool = False) -> None:
+        state = self._state(epoch, local_step, interrupted=interrupted)
         main_decides(
             lambda: self.checkpointer.save_step(
                 self.global_step, self.model, self.optimizers, self.schedulers, state

@@ -201,6 +201,20 @@ def test_other_settings_are_refused_and_no_resume_starts_again(source: Path, tmp
     assert sorted(metrics(run, "train")) == [1, 2]
 
 
+def test_checkpoints_of_other_settings_are_not_taken_up(source: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    assert train(run, source, "--max-steps", "1") == 0
+    shutil.rmtree(run / "drafter")
+    assert train(run, source, "--max-steps", "2") == 2
+    assert "checkpoints holds a run with other settings" in capsys.readouterr().err
+    state = run / "checkpoints" / "1" / "training_state.json"
+    state.write_text(state.read_text().replace('"processes": 1', '"processes": 8'))
+    assert train(run, source, "--max-steps", "1") == 2
+    assert "was written by 8 processes, these are 1" in capsys.readouterr().err
+    assert train(run, source, "--max-steps", "2", "--no-resume") == 0
+    assert sorted(metrics(run, "train")) == [1, 2]
+
+
 def test_a_failed_start_can_be_followed_by_other_settings(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(run, source, "--finetune-from", str(tmp_path / "nowhere")) != 0
@@ -338,7 +352,8 @@ def test_a_missing_capture_names_the_stage(tmp_path: Path, capsys) -> None:
 
 def test_the_export_for_sglang_is_the_same_drafter(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert train(run, source, "--max-steps", "1", "--export", "specforge") == 0
+    assert train(run, source, "--max-steps", "1") == 0
+    assert train(run, source, "--max-steps", "1", "--export", "specforge") == 0  # a finished run exports too
     ours, theirs = (load_file(run / name / "model.safetensors") for name in ("drafter", "specforge"))
     assert torch.equal(ours["layers.0.self_attn.q_proj.weight"], theirs["midlayer.self_attn.q_proj.weight"])
     assert "embed_tokens.weight" not in theirs
