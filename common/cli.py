@@ -7,8 +7,11 @@ import difflib
 import functools
 import json
 import logging
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +99,8 @@ def stage(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[..., 
                 args = parse(build_parser(), section, argv)
                 debug = args.debug
                 log.setup(logging.DEBUG if debug else logging.INFO)
-                return body(args) or 0
+                with _sigterm_as_interrupt():
+                    return body(args) or 0
             except KeyboardInterrupt:
                 print("interrupted: run the same command again to resume", file=sys.stderr)
                 return _INTERRUPTED
@@ -109,6 +113,20 @@ def stage(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[..., 
         return main
 
     return decorate
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM (schedulers, spot machines) end the stage as Ctrl-C does, through every `finally`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # default_int_handler itself, not SIGINT: a shell's background job has SIGINT ignored.
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def parse(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> argparse.Namespace:

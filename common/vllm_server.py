@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -109,7 +108,7 @@ def serving(
     port = args.port or _free_port()
     arguments = command(verifier, [*extra_args, *shlex.split(args.server_args)], port)
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("ab") as output, _sigterm_as_interrupt():
+    with log_file.open("ab") as output:
         _LOG.info("vLLM: starting on port %d, log in %s", port, log_file)
         _LOG.debug("vLLM: %s", shlex.join(arguments))
         start = output.tell()
@@ -288,20 +287,6 @@ def _die_with_parent():  # type: ignore[no-untyped-def]
     """
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the stage as Ctrl-C does, through every `finally`."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # default_int_handler itself, not SIGINT: a shell's background job has SIGINT ignored.
-    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
 
 
 def _free_port() -> int:

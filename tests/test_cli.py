@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -272,3 +274,14 @@ def test_debug_shows_the_traceback() -> None:
 def test_a_bug_is_never_dressed_up_as_bad_input() -> None:
     with pytest.raises(ZeroDivisionError):
         run(lambda args: 1 // 0)
+
+
+def test_sigterm_ends_a_stage_as_ctrl_c_does(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    @cli.stage(lambda: cli.stage_parser("A stage."))
+    def main(args: argparse.Namespace) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert main([]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
