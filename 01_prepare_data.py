@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from common.dataset import TrainingRow
 
-_LOG = log.get("01_prepare_data")
+STAGE = Path(__file__).stem
+_LOG = log.get(STAGE)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -111,40 +112,64 @@ def _share(text: str) -> float:
 
 @cli.stage(build_parser)
 def main(args: argparse.Namespace) -> int:
-    keep = args.answers == "keep"
-    model = verifier.from_args(args) if keep else None
+    model = verifier.from_args(args) if args.answers == "keep" else None
     sources = [open_source(name, args.split) for name in args.dataset]
-    deciding = ("dataset", "split", "source", "eval_prompts", "max_samples", "seed")
-    config = {key: getattr(args, key) for key in deciding}
-    inputs = {source.name: source.fingerprint() for source in sources}
-    folder = args.run_dir / "prompts"
-    record = manifest.Manifest("01_prepare_data", {**config, "answers": args.answers}, inputs)
-    again = {"overwrite": args.overwrite, "accept_stale": args.accept_stale}
-
-    with atomic_io.locked(folder), _spool(args.run_dir) as spool:
-        # With --overwrite the old prompts go only when the new ones are known to be good.
-        if not args.overwrite and not manifest.begin(folder, record, **again):
-            return 0
+    records = _records(args, model, sources)
+    with ExitStack() as held:
+        for folder in records:
+            held.enter_context(atomic_io.locked(folder))
+        spool = held.enter_context(_spool(args.run_dir))
         try:
-            # 1. Each row is normalised or dropped with its reason; texts go to disk, 32 bytes of keys stay.
-            scan = _scan(sources, spool, args.workers, keep)
+            if not args.overwrite and not _begin(args, records):
+                return 0
+            # 1. Each row is normalised or dropped with its reason; texts go to disk, 36 bytes of keys stay.
+            scan = _scan(sources, spool, args.workers, model is not None)
             _require_kept(scan.tally, len(scan.keys), args.min_kept, "rows")
             # 2. Duplicates, held-out prompts and the sample are chosen by the keys alone.
             fates = split.choose(scan.keys, args.source, args.eval_prompts, args.max_samples, args.seed)
-            if args.overwrite:
-                manifest.begin(folder, record, **again)
-            _write_prompts(spool, fates, folder)
+            _write_prompts(spool, fates)
+            records[args.run_dir / "prompts"].counts = _counts(scan, fates)
             # 3. The training prompts' own answers, in token ids.
             if model:
-                record.facts = model.facts()
-                _write_dataset(args, model, spool, fates, record)
+                _write_dataset(args, model, spool, fates, records[args.run_dir / "dataset"])
+            # 4. With --overwrite the old output goes now, when nothing of the new can fail any more.
+            if args.overwrite:
+                _begin(args, records)
+            _put_in_place(spool, records)
         except BaseException:
-            manifest.abandon(folder)
+            for folder in records:
+                manifest.abandon(folder)
             raise
-        record.counts = _counts(scan, fates)
-        record.write(folder)
-    _report(scan, fates, folder)
+    _report(scan, fates, args.run_dir / "prompts")
     return 0
+
+
+def _records(
+    args: argparse.Namespace, model: verifier.Verifier | None, sources: list[Source]
+) -> dict[Path, manifest.Manifest]:
+    """The manifest of each folder that is asked for, without counts yet; a wrong verifier shows here."""
+    deciding = ("dataset", "split", "source", "eval_prompts", "max_samples", "seed", "answers")
+    config = {key: getattr(args, key) for key in deciding}
+    inputs = {source.name: source.fingerprint() for source in sources}
+    facts = model.facts() if model else {}
+    records = {args.run_dir / "prompts": manifest.Manifest(STAGE, config, inputs, facts)}
+    if model:
+        longest = manifest.settle(
+            "longest row (tokens)",
+            flag=args.max_length,
+            inherited=None,
+            default=getattr(model.config, "max_position_embeddings", None) or sys.maxsize,
+        )
+        config = {**config, "verifier": model.name, "revision": model.revision, "max_length": longest}
+        records[args.run_dir / "dataset"] = manifest.Manifest(STAGE, config, inputs, facts)
+    return records
+
+
+def _begin(args: argparse.Namespace, records: dict[Path, manifest.Manifest]) -> bool:
+    """Whether any folder is still to be made."""
+    again = {"overwrite": args.overwrite, "accept_stale": args.accept_stale}
+    working = [manifest.begin(folder, record, **again) for folder, record in records.items()]
+    return any(working)
 
 
 @dataclass
@@ -271,7 +296,7 @@ def _require_kept(tally: Tally, usable: int, min_kept: float, what: str) -> None
 
 
 # --------------------------------------------------------------------------------------------------------
-# 3. Write
+# 3. Write (2, the choice, is common/split.py)
 
 
 @contextmanager
@@ -286,15 +311,23 @@ def _spool(run_dir: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_prompts(spool: Path, fates: np.ndarray, folder: Path) -> None:
+def _write_prompts(spool: Path, fates: np.ndarray) -> None:
     with (
         (spool / "prompts").open("rb") as lines,
-        atomic_io.replacing(folder / "train.jsonl", "wb") as train,
-        atomic_io.replacing(folder / "eval.jsonl", "wb") as held_out,
+        atomic_io.replacing(spool / "new" / "prompts" / "train.jsonl", "wb") as train,
+        atomic_io.replacing(spool / "new" / "prompts" / "eval.jsonl", "wb") as held_out,
     ):
         for fate, line in zip(fates.tobytes(), lines, strict=True):
             if fate <= split.EVAL:
                 (train if fate == split.TRAIN else held_out).write(line)
+
+
+def _put_in_place(spool: Path, records: dict[Path, manifest.Manifest]) -> None:
+    from common import dataset
+
+    for folder, record in reversed(records.items()):
+        dataset.move(spool / "new" / folder.name, folder)
+        record.write(folder)
 
 
 @dataclass
@@ -312,42 +345,34 @@ def _write_dataset(
     model: verifier.Verifier,
     spool: Path,
     fates: np.ndarray,
-    prompts: manifest.Manifest,
+    record: manifest.Manifest,
 ) -> None:
     from common import dataset
 
-    folder = args.run_dir / "dataset"
-    longest = manifest.settle(
-        "longest row (tokens)",
-        flag=args.max_length,
-        inherited=None,
-        default=getattr(model.config, "max_position_embeddings", None) or sys.maxsize,
-    )
-    config = {**prompts.config, "verifier": model.name, "revision": model.revision, "max_length": longest}
-    record = manifest.Manifest("01_prepare_data", config, prompts.inputs, prompts.facts)
-    with atomic_io.locked(folder), workers.parallel(args.workers) as parallel:
-        if not manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale):
-            return
-        started = time.monotonic()
-        total = Rendered()
-        tokens: Counter[str] = Counter()
-        render = functools.partial(_render, replace(model), longest)
+    started = time.monotonic()
+    total = Rendered()
+    tokens: Counter[str] = Counter()
+    render = functools.partial(_render, replace(model), record.config["max_length"])
+    count = int((fates == split.TRAIN).sum())
+    with (
+        workers.parallel(args.workers) as parallel,
+        log.bar(count, unit="conversations", description="tokens") as bar,
+    ):
         results = parallel(render, _answered(spool, fates))
-        with log.bar(int((fates == split.TRAIN).sum()), unit="conversations", description="tokens") as bar:
-            written = dataset.write(folder, _collected(results, total, tokens, args.min_kept, bar))
-        record.counts = {
-            "read": total.tally.read,
-            "written": written,
-            "dropped": dict(total.tally.dropped),
-            "tokens": tokens["all"],
-            "supervised_tokens": tokens["supervised"],
-            "conversations_with_rewritten_history": total.rewritten,
-        }
-        record.write(folder)
+        rows = _collected(results, total, tokens, args.min_kept, bar)
+        written = dataset.write(spool / "new" / "dataset", rows)
+    record.counts = {
+        "read": total.tally.read,
+        "written": written,
+        "dropped": dict(total.tally.dropped),
+        "tokens": tokens["all"],
+        "supervised_tokens": tokens["supervised"],
+        "conversations_with_rewritten_history": total.rewritten,
+    }
     seconds = time.monotonic() - started
     _LOG.info(
         "%s: %s rows, %s tokens, %s supervised; %s tokens / %s = %s tokens/s",
-        *(folder, f"{written:,}", f"{tokens['all']:,}", f"{tokens['supervised']:,}"),
+        *(args.run_dir / "dataset", f"{written:,}", f"{tokens['all']:,}", f"{tokens['supervised']:,}"),
         *(f"{tokens['all']:,}", log.human_seconds(seconds), f"{tokens['all'] / seconds:,.0f}"),
     )
     _LOG.info(

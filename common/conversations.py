@@ -221,7 +221,7 @@ def _messages(row: dict[str, Any]) -> tuple[Message, ...]:
         raw = _unpacked(value)
     if not isinstance(raw, list):
         raise Dropped("messages_not_a_list", f"{column} is {type(value).__name__}")
-    if row.get("system") and column != "system":
+    if row.get("system"):
         raw = [{"role": "system", "content": row["system"]}, *raw]
     messages = tuple(_message(message) for message in raw)
     # An empty system message is how ShareGPT rows say "none"; a template would render it as one.

@@ -83,10 +83,26 @@ def write(folder: Path, rows: Iterable[TrainingRow]) -> int:
         if not count:
             raise StageError(f"{folder}: not one training row was made, so there is nothing to train on")
         _save(features, building)
-        _move(building, folder)
+        move(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return count
+
+
+def move(built: Path, folder: Path) -> None:
+    """Put finished files, a data set or any others, into `folder`.
+
+    What makes a data set loadable goes first and comes last.
+    """
+    (folder / _LAST).unlink(missing_ok=True)
+    for old in folder.glob("data-*.arrow"):
+        old.unlink()
+    for file in sorted(built.iterdir(), key=lambda path: path.name == _LAST):
+        with file.open("rb") as content:
+            os.fsync(content.fileno())
+        # A link may have put the folder on another disk.
+        shutil.move(file, folder / file.name)
+    atomic_io.sync_folder(folder)
 
 
 def load(folder: Path) -> datasets.Dataset:
@@ -137,14 +153,3 @@ def _save(features: datasets.Features, building: Path) -> None:
     atomic_io.write_json(building / _LAST, state)
     (building / "empty" / "dataset_info.json").rename(building / "dataset_info.json")
     shutil.rmtree(building / "empty")
-
-
-def _move(built: Path, folder: Path) -> None:
-    (folder / _LAST).unlink(missing_ok=True)
-    for old in folder.glob("data-*.arrow"):
-        old.unlink()
-    for file in sorted(built.iterdir(), key=lambda path: path.name == _LAST):
-        with file.open("rb") as content:
-            os.fsync(content.fileno())
-        file.rename(folder / file.name)
-    atomic_io.sync_folder(folder)

@@ -314,6 +314,55 @@ def test_a_template_that_takes_too_few_answers_fails_and_leaves_no_data_set(
     assert run(run_dir, *flags, "--min-kept", 0.3) == 0
 
 
+def test_rows_asked_for_of_another_verifier_or_length_are_not_taken_for_done(
+    run_dir: Path, tmp_path: Path, verifier_dir: Path, kimi_like_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(tmp_path / "d.jsonl", [question(1), question(2)])
+    flags = ["--dataset", file, "--answers", "keep", "--verifier"]
+    assert run(run_dir, *flags, verifier_dir) == 0
+    assert run(run_dir, *flags, verifier_dir) == 0
+    capfd.readouterr()
+    assert run(run_dir, *flags, kimi_like_dir) == 2
+    assert f"--verifier was {str(verifier_dir)!r}, now {str(kimi_like_dir)!r}" in capfd.readouterr().err
+    assert run(run_dir, *flags, verifier_dir, "--max-length", 99) == 2
+    assert "--max-length was" in capfd.readouterr().err
+
+
+def test_overwriting_kept_answers_fails_before_anything_old_is_gone(
+    run_dir: Path, tmp_path: Path, verifier_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = write_lines(tmp_path / "good.jsonl", [question(1), question(2)])
+    bad = write_lines(tmp_path / "bad.jsonl", [question(3), question(4, answer=""), question(5, answer="")])
+    flags = ["--answers", "keep", "--verifier", verifier_dir]
+    assert run(run_dir, "--dataset", good, *flags) == 0
+
+    def files() -> dict[Path, bytes]:
+        found = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+        return {path.relative_to(run_dir): content for path, content in found.items()}
+
+    before = files()
+    assert run(run_dir, "--dataset", bad, *flags, "--overwrite") == 1
+    assert "usable answers: 1 of 3" in capfd.readouterr().err
+    assert files() == before
+    assert run(run_dir, "--dataset", good, *flags, "--overwrite", "--expect-token", "<|im_end|>=7") == 2
+    assert "--expect-token 7" in capfd.readouterr().err
+    assert files() == before
+    assert run(run_dir, "--dataset", bad, *flags, "--overwrite", "--min-kept", 0.3) == 0
+    assert len(dataset.load(run_dir / "dataset")) == 1
+    assert counts(run_dir)["train"] == 3
+
+
+def test_rows_that_01b_made_are_not_replaced_without_a_word(
+    run_dir: Path, tmp_path: Path, verifier_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    manifest.Manifest("01b_generate_synthetic", {}).write(run_dir / "dataset")
+    file = write_lines(tmp_path / "d.jsonl", [question(1)])
+    flags = ["--dataset", file, "--answers", "keep", "--verifier", verifier_dir]
+    assert run(run_dir, *flags) == 2
+    assert "was made by 01b_generate_synthetic.py" in capfd.readouterr().err
+    assert run(run_dir, "--dataset", file) == 0
+
+
 # --- reruns and errors
 
 
