@@ -156,7 +156,8 @@ def main(args: argparse.Namespace) -> None:
                 dtype=dtype,
             )
         except BaseException:
-            training.main_decides(output.abandon)
+            if training.is_main():
+                output.abandon()
             raise
         outcome = trainer.run(start.step0)
         training.main_decides(lambda: output.finish(start, outcome))

@@ -476,14 +476,14 @@ def _metrics(folder: Path, step: int) -> Iterator[None]:
 
     Args:
         folder: `checkpoints/`.
-        step: the step that is resumed; later rows are of a run that was killed and goes again.
+        step: the step that is resumed; later rows are of steps that go again. 0 begins anew.
     """
     if not is_main():
         yield
         return
     path = folder / "metrics.jsonl"
     if path.exists():
-        kept = [row for row in atomic_io.read_json_lines(path) if row["step"] <= step]
+        kept = [row for row in atomic_io.read_json_lines(path) if step and row["step"] <= step]
         with atomic_io.replacing(path) as file:
             for row in kept:
                 file.write(json.dumps(row) + "\n")

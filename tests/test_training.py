@@ -96,6 +96,13 @@ def test_metrics_of_steps_that_go_again_are_dropped(tmp_path: Path) -> None:
     assert logger.handlers == handlers
 
 
+def test_a_run_that_never_reached_a_checkpoint_begins_its_metrics_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        with training._metrics(tmp_path, step=0):
+            training._log_held_out(0, {"a": Acceptance(4, (2, 1))})
+    assert [row["step"] for row in atomic_io.read_json_lines(tmp_path / "metrics.jsonl")] == [0]
+
+
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with training._metrics(tmp_path, step=0):
