@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
 
@@ -149,7 +148,7 @@ def build(
     head = verifier.tensor("lm_head")[torch.from_numpy(vocab.token_ids)]
     own.setdefault("embed_tokens.weight", verifier.tensor("embed_tokens"))
     own.setdefault("lm_head.weight", head)
-    own |= {"verifier_lm_head.weight": head, "verifier_norm.weight": _final_norm(verifier)}
+    own |= {"verifier_lm_head.weight": head, "verifier_norm.weight": verifier.final_norm()}
     _load(model, own)
     # The targets are the verifier's; some heads have another epsilon (1e-6 beside Kimi's 1e-5).
     model.verifier_norm.variance_epsilon = verifier.config.rms_norm_eps
@@ -300,12 +299,6 @@ def _specforge_config(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
             "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in ids],
         },
     }
-
-
-def _final_norm(verifier: Verifier) -> torch.Tensor:
-    """The verifier's final norm as a plain gain `x * w`: Gemma and Qwen3.5 store `w - 1`."""
-    weight = verifier.tensor("norm").float()
-    return weight + 1 if verifier.config.model_type in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES else weight
 
 
 def _load(model: Eagle3DraftModel, state: dict[str, torch.Tensor]) -> None:

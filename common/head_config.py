@@ -74,6 +74,8 @@ def read_head_config(
         args.max_position_embeddings,
         notes,
     )
+    if "hidden_act" not in raw:
+        notes.append("hidden_act silu: config.json does not say, and every public head has it")
     is_qwen3 = f"{_LAYER}self_attn.q_norm.weight" in tensors
     if not is_qwen3 and raw.get("model_type", "llama") != "llama":
         notes.append(f"model_type {raw['model_type']!r} rewritten to 'llama': the layer is plain attention")
@@ -97,7 +99,7 @@ def read_head_config(
         norm_before_fc="input_norm.weight" in tensors,
         fc_norm="fc_norm.0.weight" in tensors,
         norm_output=bool(raw.get("norm_output", False)),
-        layer_ids=_layer_ids(raw, verifier, notes),
+        layer_ids=_layer_ids(checkpoint, raw, args, verifier, notes),
         notes=tuple(notes),
     )
 
@@ -184,6 +186,12 @@ def _geometry(
             f"heads of {head_dim} do not make. Correct num_attention_heads and head_dim in config.json."
         )
     heads, head_dim = candidates.pop()
+    for name, flag in (
+        ("--num-kv-heads", args.num_kv_heads),
+        ("--intermediate-size", args.intermediate_size),
+    ):
+        if flag is not None:
+            notes.append(f"{name} {flag} is not used: the tensors decide")
     found = {
         "num_attention_heads": heads,
         "num_key_value_heads": k_rows // head_dim,
@@ -225,17 +233,19 @@ def _rope(
         )
     theta = next(iter(said.values()), None)
     theta = _need(checkpoint, "rope_theta", theta, args.rope_theta, notes)
-    kinds = [block.get("rope_type", block.get("type")) for block in (new, old) if block]
-    if new and old and kinds[0] != kinds[1]:
+    for block in (new, old):
+        if "type" in block:
+            block.setdefault("rope_type", block.pop("type"))
+    differing = [key for key in new.keys() & old.keys() if new[key] != old[key]]
+    if differing:
+        key = min(differing)
         raise InputError(
-            f"{checkpoint.origin}: config.json has rope_parameters of type {kinds[0]!r} and rope_scaling of "
-            f"type {kinds[1]!r}; keep the one that the head was trained with."
+            f"{checkpoint.origin}: config.json has {key} {new[key]!r} in rope_parameters and {old[key]!r} in "
+            "rope_scaling. Nothing in the tensors shows which one the head was trained with; keep that one."
         )
-    block = {**old, **new}
-    block["rope_type"] = block.pop("type", None) or block.get("rope_type") or "default"
-    block["rope_theta"] = theta
-    notes.append(f"rope {block['rope_type']}, theta {theta:g} (the checkpoint's own)")
-    return block
+    settled = {"rope_type": "default", **old, **new, "rope_theta": theta}
+    notes.append(f"rope of the checkpoint: {settled}")
+    return settled
 
 
 def _need(checkpoint: Checkpoint, name: str, said: Any, flag: Any, notes: list[str]) -> Any:
@@ -261,18 +271,32 @@ def _norm_before_residual(raw: dict[str, Any], is_midlayer: bool, notes: list[st
                 "norm_before_residual false: config.json says true, but midlayer heads are built without"
             )
         return False
-    # speculators' own loader defaults to True, its config class to False; its checkpoints always say.
+    if said is None:
+        # speculators' own loader defaults to True, its config class to False; its checkpoints always say.
+        notes.append("norm_before_residual false: config.json does not say, and vLLM would serve it so")
     return bool(said)
 
 
-def _layer_ids(raw: dict[str, Any], verifier: Verifier, notes: list[str]) -> list[int]:
-    """vLLM's numbering: id L is the output after L layers; ids that begin with 1 count layers from 0."""
+def _layer_ids(
+    checkpoint: Checkpoint,
+    raw: dict[str, Any],
+    args: argparse.Namespace,
+    verifier: Verifier,
+    notes: list[str],
+) -> list[int]:
+    """vLLM's numbering: id L is the output after L layers. Third-party ids from 0 or 1 on count from 0."""
+    if args.head_layer_ids:
+        notes.append(f"layer ids {args.head_layer_ids} by flag")
+        return list(args.head_layer_ids)
     ids = raw.get("eagle_aux_hidden_state_layer_ids") or raw.get("aux_hidden_state_layer_ids")
     if not ids:
         ids = verifier.default_layer_ids
         notes.append(f"layer ids {ids}: none in the checkpoint, so vLLM's default, as it would be served")
         return ids
-    if ids[0] == 1:
+    nested = (checkpoint.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or []
+    # speculators' own checkpoints, and exports that name both numberings side by side, leave no doubt.
+    is_vllms = "speculators_model_type" in checkpoint.config or nested == [layer_id - 1 for layer_id in ids]
+    if ids[0] <= 1 and not is_vllms:
         shifted = [layer_id + 1 for layer_id in ids]
         notes.append(f"layer ids {ids} count layer outputs from 0: {shifted} in vLLM's numbering")
         return shifted

@@ -44,6 +44,13 @@ def add_warm_start_arguments(parser: argparse.ArgumentParser) -> None:
         help="start tensors that the head lacks (a second layer, say) at random instead of stopping",
     )
     group.add_argument(
+        "--head-layer-ids",
+        nargs=3,
+        type=int,
+        metavar="ID",
+        help="layers that the head reads, in vLLM's numbering, where its config is silent or wrong",
+    )
+    group.add_argument(
         "--probe-layer-ids",
         action="append",
         nargs=3,

@@ -339,7 +339,7 @@ class ContentCheck:
     below at 0.41, a state after the final norm at 0.41, a row shifted by one at 0.53.
 
     Attributes:
-        norm: [H] float32, the final norm's weight.
+        norm: [H] float32, the final norm's gain.
         lm_head: [V, H] float32.
         eps: of the final norm.
         positions: how many supervised tokens of a row are looked at; 32 cost 1 % of computing the row.
@@ -354,7 +354,7 @@ class ContentCheck:
     def of(cls, verifier: Verifier) -> ContentCheck:
         """Read norm and head out of the verifier's shards."""
         return cls(
-            norm=verifier.tensor("norm").float(),
+            norm=verifier.final_norm(),
             lm_head=verifier.tensor("lm_head").float(),
             eps=float(getattr(verifier.config, "rms_norm_eps", 1e-6)),
         )

@@ -81,7 +81,10 @@ def _causes(
         return f"position 0 {acceptance.by_position[0]:.3f} with {what}"
 
     layer: Any = model.layers[0]
-    thetas = {10000.0, float(getattr(verifier.config, "rope_parameters", {}).get("rope_theta", 10000.0))}
+    thetas = {
+        10000.0,
+        float((getattr(verifier.config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
+    }
     ropes = [other(f"theta {theta:g}", _with_rope(model, theta, measure)) for theta in sorted(thetas)]
     layer.norm_before_residual = not layer.norm_before_residual
     flipped = other(f"norm_before_residual {layer.norm_before_residual}", measure(model))
@@ -160,5 +163,10 @@ def probe_layer_ids(
         )
         results.append((acceptance.length, ids))
     best = max(results)[1]
-    _LOG.info("recommended: 03_capture_hidden.py --layer-ids %s", " ".join(map(str, best)))
+    best_ids = " ".join(map(str, best))
+    _LOG.info(
+        "recommended: 03_capture_hidden.py --layer-ids %s, 04_train.py --head-layer-ids %s",
+        best_ids,
+        best_ids,
+    )
     return best

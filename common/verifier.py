@@ -201,6 +201,13 @@ class Verifier:
             "chat_template": manifest.fingerprint_of(tokenizer.chat_template),
         }
 
+    def final_norm(self) -> torch.Tensor:
+        """The final norm as a plain gain `x * w`, [H] float32: Gemma and Qwen3.5 store `w - 1`."""
+        from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
+
+        stored = self.tensor("norm").float()
+        return stored + 1 if self.config.model_type in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES else stored
+
     def tensor(self, name: TensorName) -> torch.Tensor:
         """One tensor in its stored dtype, out of the one shard that holds it.
 

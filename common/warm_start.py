@@ -171,6 +171,7 @@ def plan_import(
     _refuse_quantised(checkpoint)
     head = read_head_config(checkpoint, tensors, verifier, args, is_midlayer=layout is layouts.SPECFORGE)
     _check_layer_ids(checkpoint, head, layer_ids)
+    _refuse_other_vocab(checkpoint, verifier)
     source_map, map_note = _read_map(checkpoint, tensors, verifier)
     vocab = _choose_vocab(args.draft_vocab, source_map, rebuilt, verifier)
     config = drafter.new_config(
@@ -196,7 +197,7 @@ def plan_import(
         source_map=source_map,
         vocab=vocab,
         lines=tuple(lines),
-        notes=(*head.notes, map_note, *_vocab_notes(checkpoint, verifier)),
+        notes=(*head.notes, map_note),
         parameters=sum(
             int(np.prod(shape)) for name, shape in wanted.items() if name not in (*_MAPS, *_FROM_VERIFIER)
         ),
@@ -274,7 +275,7 @@ def _check_layer_ids(checkpoint: Checkpoint, head: HeadConfig, captured: list[in
             "(both in vLLM's numbering). The head would be fed other states than it was trained on, "
             "without an error. Capture again with `03_capture_hidden.py --layer-ids "
             f"{' '.join(map(str, head.layer_ids))} --overwrite`, or, if the head's ids are in doubt, "
-            "compare both with --probe-layer-ids."
+            "compare both with --probe-layer-ids and settle them by --head-layer-ids."
         )
 
 
@@ -302,15 +303,14 @@ def _array(table: torch.Tensor) -> np.ndarray:
     return (table.float() if table.is_floating_point() else table).numpy()
 
 
-def _vocab_notes(checkpoint: Checkpoint, verifier: Verifier) -> tuple[str, ...]:
+def _refuse_other_vocab(checkpoint: Checkpoint, verifier: Verifier) -> None:
     said = checkpoint.config.get("vocab_size")
-    if said in (None, verifier.vocab_size, checkpoint.config.get("draft_vocab_size")):
-        return ()
-    raise InputError(
-        f"{checkpoint.origin}: config.json says vocab_size {said}, {verifier.name} has "
-        f"{verifier.vocab_size}: this head belongs to another verifier vocabulary. Train from scratch "
-        "instead."
-    )
+    if said not in (None, verifier.vocab_size, checkpoint.config.get("draft_vocab_size")):
+        raise InputError(
+            f"{checkpoint.origin}: config.json says vocab_size {said}, {verifier.name} has "
+            f"{verifier.vocab_size}: this head belongs to another verifier vocabulary. Train from scratch "
+            "instead."
+        )
 
 
 def _choose_vocab(mode: str, source: SourceMap, rebuilt: DraftVocab | None, verifier: Verifier) -> DraftVocab:

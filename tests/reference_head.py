@@ -41,7 +41,9 @@ def first_step_logits(
     both = torch.cat([embedded, rms_norm(hidden, head["midlayer.hidden_norm.weight"])], dim=-1)
 
     def project(name: str, heads: int) -> torch.Tensor:
-        return (both @ head[f"midlayer.self_attn.{name}_proj.weight"].T).view(length, heads, DIM).transpose(0, 1)
+        return (
+            (both @ head[f"midlayer.self_attn.{name}_proj.weight"].T).view(length, heads, DIM).transpose(0, 1)
+        )
 
     positions = torch.arange(1.0, length + 1)
     q = rotate(project("q", HEADS), positions)

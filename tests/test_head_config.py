@@ -21,6 +21,7 @@ FLAGS = argparse.Namespace(
     rope_theta=None,
     rms_norm_eps=None,
     max_position_embeddings=None,
+    head_layer_ids=None,
 )
 # SmolLM2's drafter: H 576, 9 heads and 3 kv heads of 64, I 1536.
 SHAPES = {
@@ -105,6 +106,15 @@ def test_two_rope_bases_stop_the_import(read: Any) -> None:
         read(CONFIG | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
 
 
+def test_two_rope_blocks_that_differ_stop_the_import(read: Any) -> None:
+    blocks = {
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0},
+        "rope_scaling": {"type": "yarn", "factor": 64.0},
+    }
+    with pytest.raises(InputError, match=r"factor 32.0 in rope_parameters and 64.0 in rope_scaling"):
+        read(CONFIG | blocks)
+
+
 def test_a_head_without_config_is_not_guessed(read: Any) -> None:
     with pytest.raises(InputError, match="--num-heads or --head-dim"):
         read({})
@@ -139,7 +149,10 @@ def test_norm_flags_are_read_off_the_tensors(read: Any) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}, [2, 15, 27]),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 14, 26]}}, [2, 15, 27]),
         ({"eagle_aux_hidden_state_layer_ids": [1, 14, 26]}, [2, 15, 27]),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 14, 26]}, [1, 15, 27]),
         ({}, [2, 15, 27]),
+        # A drafter of ours may read layer 1: speculators' checkpoints are in vLLM's numbering always.
+        ({"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 15, 27]}, [1, 15, 27]),
         # Our own export writes both numberings; the top level is vLLM's.
         (
             {

@@ -33,6 +33,7 @@ FLAGS = argparse.Namespace(
     draft_vocab="checkpoint",
     embedding="checkpoint",
     init_missing=False,
+    head_layer_ids=None,
     num_heads=None,
     num_kv_heads=None,
     head_dim=None,
@@ -321,6 +322,16 @@ def test_the_gate_lets_the_head_pass(
 ) -> None:
     _, plan = imported(public_head, verifier)
     assert step0.require_step0(own, plan, verifier, measure, 0.05, None).by_position[0] > 0.2
+
+
+def test_layers_that_the_user_knows_better_win_over_the_config(
+    tmp_path: Path, source: tuple[Tensors, Config], verifier: Verifier
+) -> None:
+    head = edited(tmp_path / "head", source, {}, eagle_aux_hidden_state_layer_ids=[3, 16, 28])
+    with pytest.raises(InputError, match="--head-layer-ids"):
+        imported(head, verifier)
+    _, plan = imported(head, verifier, head_layer_ids=LAYER_IDS)
+    assert plan.config.eagle_aux_hidden_state_layer_ids == [2, 15, 27]
 
 
 def test_every_imported_master_is_float32_and_finite(own: Eagle3DraftModel) -> None:
