@@ -205,7 +205,7 @@ def compare(name: str, own: DraftVocab, counts: Ids, vocab: DraftVocab) -> None:
     _LOG.info("%s: its own map of %d tokens covers %.2f %% of this data", name, len(own), 100 * theirs)
     _LOG.info("rebuilt map of %d tokens: %.2f %%; %s", len(vocab), 100 * ours, move.counts())
     # A token outside of the map is never proposed, so coverage bounds acceptance at position 0; but new rows
-    # start untrained: on the shared head 14 points more ended level after 546 steps, and ahead at a higher rate.
+    # start untrained: on the shared head 14 points more ended level after 546 steps, ahead at a higher rate.
     if ours - theirs > _WORTH_REBUILDING:
         _LOG.info(
             "worth it: --draft-vocab rebuild lifts the ceiling by %.2f points; its new rows need training",
