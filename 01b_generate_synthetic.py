@@ -21,7 +21,7 @@ import textwrap
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,7 +153,13 @@ def main(args: argparse.Namespace) -> int:
         inputs={"prompts": manifest.fingerprint(prompts_file)},
         facts=model.facts() | {"thinking": args.thinking, "retokenized": args.allow_retokenized},
     )
-    with atomic_io.locked(folder):
+    servers = vllm_server.serving(args, model, [], args.run_dir / f"{STAGE}.server.log")
+    with atomic_io.locked(folder), ExitStack() as running:
+        endpoints: list[str] = []
+        if args.overwrite:
+            # Hours of answers go only when a server is there to give others.
+            endpoints = running.enter_context(servers)
+            asyncio.run(_require_model(args, endpoints, model))
         working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
         with ResponseLog(folder) as responses:
             todo = {i for i in ids if i not in responses and (args.retry_failed or i not in responses.failed)}
@@ -169,10 +175,11 @@ def main(args: argparse.Namespace) -> int:
                 working = True
             try:
                 if todo:
-                    with vllm_server.serving(args, model, [], folder / "server.log") as endpoints:
-                        prompts = _prompts(prompts_file, todo)
-                        asyncio.run(_generate(args, endpoints, reader, responses, prompts, len(todo)))
+                    endpoints = endpoints or running.enter_context(servers)
+                    prompts = _prompts(prompts_file, todo)
+                    asyncio.run(_generate(args, endpoints, reader, responses, prompts, len(todo)))
             finally:
+                running.close()
                 if not len(responses) and not responses.failed:
                     manifest.abandon(folder)
             if args.sample:
@@ -230,6 +237,23 @@ def _prompts(prompts_file: Path, wanted: set[str]) -> Iterator[Conversation]:
 # Generation
 
 
+async def _require_model(args: argparse.Namespace, endpoints: list[str], model: verifier.Verifier) -> None:
+    async with _pool(args, endpoints) as pool:
+        generation.served_name(await pool.models(), args.server_model, model.name)
+
+
+def _pool(args: argparse.Namespace, endpoints: list[str]) -> InferencePool:
+    return InferencePool(
+        endpoints,
+        concurrency=args.concurrency,
+        timeout_s=args.timeout,
+        max_attempts=args.max_attempts,
+        api_key=os.environ.get("VLLM_API_KEY", "EMPTY"),
+        outage_s=_MANAGED_OUTAGE_S if args.serve else args.outage,
+        grace_s=args.grace,
+    )
+
+
 async def _generate(
     args: argparse.Namespace,
     endpoints: list[str],
@@ -239,16 +263,7 @@ async def _generate(
     total: int,
 ) -> None:
     """Answer each prompt once and store what comes, in order of arrival."""
-    pool = InferencePool(
-        endpoints,
-        concurrency=args.concurrency,
-        timeout_s=args.timeout,
-        max_attempts=args.max_attempts,
-        api_key=os.environ.get("VLLM_API_KEY", "EMPTY"),
-        outage_s=_MANAGED_OUTAGE_S if args.serve else args.outage,
-        grace_s=args.grace,
-    )
-    async with pool:
+    async with _pool(args, endpoints) as pool:
         model = generation.served_name(await pool.models(), args.server_model, reader.verifier.name)
         generator = generation.Generator(pool, reader, _request(args, model))
         watch = generation.Watch(pool, reader, total, args.thinking, args.thinking_key, args.max_failure_rate)

@@ -292,10 +292,12 @@ class InferencePool:
                     answer = await endpoint.client.post(path, cast_to=object, body=body)
                 if not isinstance(answer, dict) or not answer.get("choices"):
                     raise _Malformed(f"no choices in {str(answer)[:200]!r}")
+                if _is_cut_off(answer):
+                    raise _Malformed("the server gave the request up (finish_reason abort or error)")
             except ValueError as error:
                 self._note_failure(endpoint, error)
                 raise _Malformed(f"invalid JSON: {error}") from error
-            except (APIError, _Malformed) as error:
+            except (APIError, TimeoutError, _Malformed) as error:
                 if _transient(error) and _reason(error) != "http_429":
                     self._note_failure(endpoint, error)
                 raise
@@ -400,6 +402,11 @@ async def _knock(endpoint: _Endpoint) -> Exception | None:
     except (APIError, ValueError) as error:
         return error
     return None
+
+
+def _is_cut_off(answer: dict[str, Any]) -> bool:
+    # A vLLM that is paused or shut down answers 200 with what it has; it would pass for a whole answer.
+    return any(choice.get("finish_reason") in ("abort", "error") for choice in answer["choices"])
 
 
 def _transient(error: BaseException) -> bool:

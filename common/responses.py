@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
-from common import atomic_io
+from common import atomic_io, chat
+from common.conversations import Conversation, Dropped, Message
 from common.dataset import TrainingRow
 from common.errors import InputError, StageError
 from common.inference_pool import RequestFailed
@@ -178,7 +179,7 @@ class Reader:
         answer = tokenizer.encode(text, add_special_tokens=False)
         if tokenizer.decode(answer, skip_special_tokens=False, clean_up_tokenization_spaces=False) != text:
             raise _unusable("not_retokenizable", "the text does not survive a round trip")
-        end = [tokenizer.eos_token_id] if turn["finish_reason"] == "stop" else []
+        end = [self._end_id] if turn["finish_reason"] == "stop" else []
         turn["prompt_token_ids"] = self.render(request)
         turn["token_ids"] = [*answer, *end]
 
@@ -204,6 +205,15 @@ class Reader:
     def _is_opened(self, turn: Turn) -> bool:
         marks = [i for i in turn["prompt_token_ids"][-_PREFILL:] if i in self._opens or i in self._ends]
         return bool(marks) and marks[-1] in self._opens
+
+    @cached_property
+    def _end_id(self) -> int:
+        """The token that ends an answer in the template; Kimi's tokenizer names another one as its eos."""
+        hello = Conversation("", "", (Message("user", "Hi"), Message("assistant", "Hello")))
+        try:
+            return chat.render(self.verifier, hello)[0]["input_ids"][-1]
+        except Dropped as dropped:
+            raise _unusable("not_retokenizable", f"the end of an answer is not known: {dropped}") from None
 
     @cached_property
     def _opens(self) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,9 +295,27 @@ def test_retokenised_rows_are_allowed_on_request_and_recorded(
     assert manifest.read(run_dir / "dataset", "01b").facts["retokenized"] is True
 
 
+def test_a_retokenised_answer_ends_as_the_template_ends_it_and_not_with_the_tokenizers_eos(
+    run_dir: Path, kimi_dir: Path, tmp_path: Path
+) -> None:
+    """Kimi's tokenizer has [EOS] 163585, its answers end in <|im_end|> 163586."""
+    shutil.copytree(kimi_dir, tmp_path / "other-eos")
+    config = tmp_path / "other-eos" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "<|endoftext|>"}))
+    _prepare(run_dir, ["Hi"])
+    with FaultyServer(answer=_without_ids) as server:
+        flags = ["--allow-retokenized", "--thinking", "off"]
+        main = load_script("01b_generate_synthetic").main
+        assert main(_arguments(run_dir, tmp_path / "other-eos", server, *flags)) == 0
+    row = dataset.load(run_dir / "dataset")[0]
+    assert row["input_ids"][-1] == faults.END_ID
+    assert AutoTokenizer.from_pretrained(tmp_path / "other-eos").eos_token_id == 0
+
+
 @pytest.mark.parametrize(
     ("message", "usage", "reason"),
     [
+        ({"content": "a\x04b"}, {}, "not_retokenizable"),
         ({"content": "yes", "reasoning": "hm"}, {}, "not_retokenizable"),
         ({"content": "yes", "tool_calls": [{}]}, {}, "not_retokenizable"),
         ({"content": "yes"}, {"completion_tokens": 17}, "ids_contradict_usage"),
@@ -638,6 +657,20 @@ def test_without_stage_01_or_a_server_nothing_is_written(run: Run, run_dir: Path
         assert not (run_dir / "dataset").exists()
         server.start()
         assert run(server, "--temperature", "0.5") == 0  # nothing was begun with the other settings
+
+
+def test_overwriting_without_a_server_or_its_model_leaves_the_old_answers(run: Run, run_dir: Path) -> None:
+    _prepare(run_dir, ["a"])
+    with FaultyServer() as server:
+        assert run(server) == 0
+        before = {path: path.read_bytes() for path in (run_dir / "responses").iterdir()}
+        assert run(server, "--overwrite", "--server-model", "other") == 2
+        server.stop()
+        assert run(server, "--overwrite") == 2
+        assert {path: path.read_bytes() for path in (run_dir / "responses").iterdir()} == before
+        server.start()
+        assert run(server, "--overwrite", "--temperature", "0.5") == 0
+        assert [body.get("temperature") for body in server.bodies] == [None, 0.5]
 
 
 @pytest.mark.parametrize("flag", ["--limit", "--sample", "--concurrency", "--max-tokens"])

@@ -66,6 +66,7 @@ async def test_fields_that_only_vllm_knows_survive_both_ways() -> None:
         faults.NOT_JSON,
         Fault(body=b'{"choices": [', headers={"Content-Type": "application/json"}),
         faults.NO_CHOICES,
+        Fault(body=b'{"choices": [{"message": {"content": "Hal"}, "finish_reason": "abort"}]}'),
         faults.BROKEN,
         faults.UNAVAILABLE,
         Fault(408, body=b""),
@@ -172,6 +173,15 @@ async def test_an_endpoint_that_only_fails_does_not_draw_all_requests() -> None:
             found = [found async for _, found in _echo(pool, range(200))]
     assert not any(isinstance(outcome, RequestFailed) for outcome in found)
     assert len(bad.bodies) < 50
+
+
+async def test_an_endpoint_that_hangs_is_taken_out_of_rotation() -> None:
+    """It accepts connections and never answers: each request sent to it would wait for the whole time-out."""
+    with FaultyServer(lambda *_: Fault(delay_s=0.01)) as good, FaultyServer(lambda *_: faults.HANG) as hung:
+        async with InferencePool([hung.url, good.url], concurrency=4, timeout_s=0.3) as pool:
+            found = [found async for _, found in _echo(pool, range(200))]
+    assert not any(isinstance(outcome, RequestFailed) for outcome in found)
+    assert len(hung.bodies) < 30
 
 
 async def test_the_pool_gives_up_when_no_server_comes_back() -> None:
