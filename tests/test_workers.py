@@ -1,0 +1,41 @@
+"""Processes over a stream: in order, few items at a time, and a killed one is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from common import workers
+from common.errors import StageError
+
+
+def _square(number: int) -> int:
+    return number * number
+
+
+def _die(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_come_in_order_and_the_stream_is_drawn_as_needed(count: int) -> None:
+    drawn = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            drawn.append(number)
+            yield number
+
+    with workers.parallel(count) as parallel:
+        results = parallel(_square, numbers())
+        assert [next(results) for _ in range(10)] == [0, 1, 4, 9, 16, 25, 36, 49, 64, 81]
+        assert len(drawn) <= 10 + 2 * count
+
+
+def test_a_killed_worker_is_told_with_what_to_do() -> None:
+    with pytest.raises(StageError, match="fewer --workers"):
+        with workers.parallel(2) as parallel:
+            list(parallel(_die, range(3)))
