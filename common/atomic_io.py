@@ -44,6 +44,7 @@ def staged(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
+        temporary.chmod(0o644)  # safetensors creates files that no other user, and no container, can read
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

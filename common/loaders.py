@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LOG = log.get("loaders")
 _PREFETCH = 4
 _ROWS_AT_ONCE = 1000
+_FLEX_BLOCK = 128
 Rows = NDArray[np.int64]
 
 
@@ -217,8 +218,14 @@ def single_rows(
             }
         )
         del shifted["lengths"]
-        one = {name: tensor[None] for name, tensor in shifted.items()}
-        yield one | {"document_ids": torch.zeros_like(one["input_ids"])}
+        shifted["document_ids"] = torch.zeros_like(shifted["input_ids"])
+        # Flex attention's masks are made of blocks; -1 marks padding, as in speculators' batches.
+        padding = -len(shifted["input_ids"]) % _FLEX_BLOCK
+        fill = {"document_ids": -1}
+        yield {
+            name: torch.cat([t, t.new_full((padding, *t.shape[1:]), fill.get(name, 0))])[None]
+            for name, t in shifted.items()
+        }
 
 
 def rows_of_batch(loader: DataLoader, epoch: int, index: int) -> list[int]:

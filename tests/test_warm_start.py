@@ -349,15 +349,14 @@ def test_layer_ids_that_differ_from_the_capture_stop_the_import(
 
 
 def test_the_probe_recommends_the_layers_that_the_head_was_trained_on(
-    public_head: Path, captured_run: Path, caplog: pytest.LogCaptureFixture
+    public_head: Path, captured_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, both = ["--run-dir", str(captured_run)], ["2", "3", "15", "16", "27", "28"]
     capture = [*run, "--backend", "transformers", "--probe", "12", "--layer-ids", *both]
     assert load_script("03_capture_hidden").main(capture) == 0
     candidates = ["--probe-layer-ids", "3", "16", "28", "--probe-layer-ids", "2", "15", "27"]
-    with caplog.at_level(logging.INFO, "stage"):
-        assert load_script("04_train").main([*run, "--finetune-from", str(public_head), *candidates]) == 0
-    assert "recommended: 03_capture_hidden.py --layer-ids 2 15 27" in caplog.text
+    assert load_script("04_train").main([*run, "--finetune-from", str(public_head), *candidates]) == 0
+    assert "recommended: 03_capture_hidden.py --layer-ids 2 15 27" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------
