@@ -21,7 +21,7 @@ import textwrap
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     sampling = parser.add_argument_group("Sampling")
     sampling.add_argument(
         "--max-tokens",
-        type=_positive,
+        type=cli.positive,
         default=2048,
         metavar="TOKENS",
         help="longest answer, thinking included",
@@ -82,13 +82,17 @@ def build_parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("Load")
     load.add_argument("--server-model", metavar="NAME", help="model name to ask for; default: the verifier's")
     load.add_argument(
-        "--concurrency", type=_positive, default=32, metavar="N", help="requests in flight for each endpoint"
+        "--concurrency",
+        type=cli.positive,
+        default=32,
+        metavar="N",
+        help="requests in flight for each endpoint",
     )
     load.add_argument(
         "--timeout", type=float, default=3600, metavar="SECONDS", help="longest wait for one answer"
     )
     load.add_argument(
-        "--max-attempts", type=_positive, default=8, metavar="N", help="sendings of one request"
+        "--max-attempts", type=cli.positive, default=8, metavar="N", help="sendings of one request"
     )
     load.add_argument(
         "--outage", type=float, default=900, metavar="SECONDS", help="longest wait while no endpoint answers"
@@ -98,17 +102,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     load.add_argument(
         "--max-failure-rate",
-        type=float,
+        type=cli.share,
         default=0.05,
         metavar="SHARE",
         help="stop where a larger share (0 to 1) of the prompts fails",
     )
 
     rows = parser.add_argument_group("Rows")
-    rows.add_argument("--limit", type=_positive, metavar="N", help="only the first N prompts; default: all")
+    rows.add_argument(
+        "--limit", type=cli.positive, metavar="N", help="only the first N prompts; default: all"
+    )
     rows.add_argument(
         "--sample",
-        type=_positive,
+        type=cli.positive,
         metavar="N",
         help="answer N prompts spread over the file, show them and stop; they are kept for the full run",
     )
@@ -131,13 +137,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
-    return value
-
-
 @cli.stage(build_parser)
 def main(args: argparse.Namespace) -> int:
     vllm_server.check(args)
@@ -153,13 +152,8 @@ def main(args: argparse.Namespace) -> int:
         inputs={"prompts": manifest.fingerprint(prompts_file)},
         facts=model.facts() | {"thinking": args.thinking, "retokenized": args.allow_retokenized},
     )
-    servers = vllm_server.serving(args, model, [], args.run_dir / f"{STAGE}.server.log")
-    with atomic_io.locked(folder), ExitStack() as running:
-        endpoints: list[str] = []
-        if args.overwrite:
-            # Hours of answers go only when a server is there to give others.
-            endpoints = running.enter_context(servers)
-            asyncio.run(_require_model(args, endpoints, model))
+    log_file = args.run_dir / "logs" / f"{STAGE}.log"
+    with atomic_io.locked(folder):
         working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
         with ResponseLog(folder) as responses:
             todo = {i for i in ids if i not in responses and (args.retry_failed or i not in responses.failed)}
@@ -175,11 +169,10 @@ def main(args: argparse.Namespace) -> int:
                 working = True
             try:
                 if todo:
-                    endpoints = endpoints or running.enter_context(servers)
-                    prompts = _prompts(prompts_file, todo)
-                    asyncio.run(_generate(args, endpoints, reader, responses, prompts, len(todo)))
+                    with vllm_server.serving(args, model, [], log_file) as endpoints:
+                        prompts = _prompts(prompts_file, todo)
+                        asyncio.run(_generate(args, endpoints, reader, responses, prompts, len(todo)))
             finally:
-                running.close()
                 if not len(responses) and not responses.failed:
                     manifest.abandon(folder)
             if args.sample:
@@ -237,23 +230,6 @@ def _prompts(prompts_file: Path, wanted: set[str]) -> Iterator[Conversation]:
 # Generation
 
 
-async def _require_model(args: argparse.Namespace, endpoints: list[str], model: verifier.Verifier) -> None:
-    async with _pool(args, endpoints) as pool:
-        generation.served_name(await pool.models(), args.server_model, model.name)
-
-
-def _pool(args: argparse.Namespace, endpoints: list[str]) -> InferencePool:
-    return InferencePool(
-        endpoints,
-        concurrency=args.concurrency,
-        timeout_s=args.timeout,
-        max_attempts=args.max_attempts,
-        api_key=os.environ.get("VLLM_API_KEY", "EMPTY"),
-        outage_s=_MANAGED_OUTAGE_S if args.serve else args.outage,
-        grace_s=args.grace,
-    )
-
-
 async def _generate(
     args: argparse.Namespace,
     endpoints: list[str],
@@ -263,7 +239,16 @@ async def _generate(
     total: int,
 ) -> None:
     """Answer each prompt once and store what comes, in order of arrival."""
-    async with _pool(args, endpoints) as pool:
+    pool = InferencePool(
+        endpoints,
+        concurrency=args.concurrency,
+        timeout_s=args.timeout,
+        max_attempts=args.max_attempts,
+        api_key=os.environ.get("VLLM_API_KEY", "EMPTY"),
+        outage_s=_MANAGED_OUTAGE_S if args.serve else args.outage,
+        grace_s=args.grace,
+    )
+    async with pool:
         model = generation.served_name(await pool.models(), args.server_model, reader.verifier.name)
         generator = generation.Generator(pool, reader, _request(args, model))
         watch = generation.Watch(pool, reader, total, args.thinking, args.thinking_key, args.max_failure_rate)

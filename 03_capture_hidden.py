@@ -20,13 +20,13 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from common import atomic_io, cli, log, manifest, verifier, vllm_server
 from common.capture import Capture, Rows, verify
-from common.errors import InputError, StageError
+from common.errors import InputError
 from common.hidden_states import Backend, ContentCheck, HiddenStateStore
 from common.inference_pool import InferencePool
 
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     rows.add_argument(
         "--max-failure-rate",
-        type=float,
+        type=cli.share,
         default=0.01,
         metavar="SHARE",
         help="stop where a larger share (0 to 1) of the rows fails",
@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     states.add_argument(
         "--batch-tokens",
-        type=int,
+        type=cli.positive,
         default=2048,
         metavar="TOKENS",
         help="rows x longest row of one batch, for --backend transformers",
@@ -82,7 +82,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     load = parser.add_argument_group("Load")
     load.add_argument(
-        "--concurrency", type=int, default=32, metavar="N", help="requests in flight for each endpoint"
+        "--concurrency",
+        type=cli.positive,
+        default=32,
+        metavar="N",
+        help="requests in flight for each endpoint",
     )
     load.add_argument(
         "--shared-folder",
@@ -104,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     checks.add_argument(
         "--probe",
-        type=int,
+        type=cli.positive,
         metavar="ROWS",
         help="capture only this many rows, of any layers, into probe_states/ for 04 --probe-layer-ids",
     )
@@ -149,10 +153,11 @@ def main(args: argparse.Namespace) -> int:
         if todo:
             try:
                 with _backend(plan) as backend:
-                    asyncio.run(capture.run(backend, todo))
-            except StageError:
+                    # Old states go when the first new ones are right, as the disk may not hold both.
+                    asyncio.run(capture.run(backend, todo, partial(manifest.drop_replaced, folder)))
+            except BaseException:
                 # With nothing to resume, the mended command may differ in anything.
-                if not plan.store.done(plan.rows.lengths):
+                if manifest.replacing(folder) or not plan.store.done(plan.rows.lengths):
                     manifest.abandon(folder)
                 raise
         record.counts = capture.counts()
@@ -264,7 +269,7 @@ class Plan:
             *vllm_server.capture_args(self.layer_ids, self.model.num_layers, self.shared_folder),
             # The longest row and the one token that a completion must generate.
             *("--max-model-len", str(self.rows.longest + 1)),
-            *shlex.split(self.args.server_args),
+            *vllm_server.split_args(self.args),
         ]
 
     @property

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument(
         "--num-speculative-tokens",
-        type=_positive,
+        type=cli.positive,
         nargs="+",
         default=[3],
         metavar="K",
@@ -89,14 +89,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument(
         "--concurrency",
-        type=_positive,
+        type=cli.positive,
         nargs="+",
         default=[1],
         metavar="C",
         help="streams an endpoint at a time",
     )
-    what.add_argument("--max-prompts", type=_positive, help="prompts a file; default: all")
-    what.add_argument("--max-tokens", type=_positive, default=512, help="longest answer of a turn, in tokens")
+    what.add_argument("--max-prompts", type=cli.positive, help="prompts a file; default: all")
+    what.add_argument(
+        "--max-tokens", type=cli.positive, default=512, help="longest answer of a turn, in tokens"
+    )
     what.add_argument(
         "--thinking",
         choices=("on", "off", "default"),
@@ -111,13 +113,6 @@ def build_parser() -> argparse.ArgumentParser:
     vllm_server.add_arguments(parser)
     verifier.add_arguments(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 @cli.stage(build_parser)
@@ -345,7 +340,7 @@ def measure_all(
             name = f"{drafter.name}-k{k}" if drafter else "verifier"
             _LOG.info("measuring %s", name)
             with vllm_server.serving(
-                args, model, server_flags(drafter, k), folder / f"vllm-{name}.log"
+                args, model, server_flags(drafter, k), args.run_dir / "logs" / f"05_evaluate-{name}.log"
             ) as endpoints:
                 require_server(read_counters(endpoints), drafter, k)
                 asyncio.run(warm_up(endpoints, ours[0].file.prompts, max(args.concurrency), body))

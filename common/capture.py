@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -120,8 +120,18 @@ class Capture:
         self._tally = Tally()
         self._judging = False
 
-    async def run(self, entering: AbstractAsyncContextManager[Backend], todo: list[int]) -> None:
+    async def run(
+        self,
+        entering: AbstractAsyncContextManager[Backend],
+        todo: list[int],
+        proven: Callable[[], None] = lambda: None,
+    ) -> None:
         """Capture `todo`; rows that fail are tried once more at the end.
+
+        Args:
+            entering: yields what computes the states.
+            todo: indices of rows.
+            proven: called when the server answers and the first rows are right.
 
         Raises:
             StageError: a first row contradicts the verifier, too many fail, or no more can be written.
@@ -133,6 +143,7 @@ class Capture:
                 probe = self._rows.to_judge_by(todo) if self._content else []
                 if probe:
                     await self._probe(backend, probe, bar)
+                proven()
                 await self._pass(backend, set(todo) - set(probe), bar)
                 if self._failed:
                     _LOG.warning("%d rows failed and are tried once more", len(self._failed))

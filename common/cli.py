@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import functools
 import json
 import logging
+import os
+import re
 import signal
 import sys
 import threading
@@ -83,6 +86,22 @@ def stage_parser(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
+    return value
+
+
+def share(text: str) -> float:
+    """argparse type: a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, found {value}")
+    return value
+
+
 def stage(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[..., Callable[..., int]]:
     """Decorator: `main(args) -> int | None` becomes `main(argv=None) -> int` with our exit codes.
 
@@ -99,20 +118,47 @@ def stage(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[..., 
                 args = parse(build_parser(), section, argv)
                 debug = args.debug
                 log.setup(logging.DEBUG if debug else logging.INFO)
+                _reach_loopback_directly()
                 with _sigterm_as_interrupt():
                     return body(args) or 0
             except KeyboardInterrupt:
                 print("interrupted: run the same command again to resume", file=sys.stderr)
                 return _INTERRUPTED
-            except (StageError, OSError) as error:
+            except Exception as error:
                 if debug:
                     raise
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {_paragraph(error)}", file=sys.stderr)
                 return error.exit_code if isinstance(error, StageError) else StageError.exit_code
 
         return main
 
     return decorate
+
+
+def _paragraph(error: Exception) -> str:
+    """What the user reads of an error."""
+    # Whoever raises it has imported it; --help does not wait for it.
+    safetensors: Any = sys.modules.get("safetensors")
+    of_tensors = safetensors is not None and isinstance(error, safetensors.SafetensorError)
+    full = of_tensors and re.search(r"os error (28|122)\b", str(error))
+    if full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        name = getattr(error, "filename", None) or "a file"
+        return (
+            f"{name} could not be written: the disk is full or its quota used up. Free some space, or put "
+            "--run-dir on a larger file system; the same command then resumes."
+        )
+    if of_tensors:
+        return f"a tensor file is damaged or could not be written: {error} (--debug shows which)"
+    if isinstance(error, StageError | OSError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())} (a defect; --debug shows where)"
+
+
+def _reach_loopback_directly() -> None:
+    """A proxy of the environment does not know servers on this machine; all HTTP clients read no_proxy."""
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = dict.fromkeys([*listed.split(","), "localhost", "127.0.0.1", "::1"])
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, hosts))
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from common.responses import Reader, Turn
 FIRST = 32  # responses within which a wrong thinking mode must show
 
 _FEWEST = 20  # prompts before a failure rate means anything
-_TELL_EVERY_S = 60.0  # where there is no terminal for a bar
 _LOG = log.get("generation")
 
 
@@ -128,12 +127,11 @@ class Watch:
         self._pool = pool
         self._reader = reader
         self._mode = (thinking, thinking_key)
-        self._total = total
         self._max_failure_rate = max_failure_rate
         self._first: list[dict[str, Any]] | None = []
         self._answers = self._tokens = 0
         self._reasons: Counter[str] = Counter()
-        self._begun = self._told = time.monotonic()
+        self._begun = time.monotonic()
         self._bar = log.bar(total, unit="prompts", description="answers")
 
     def answered(self, row: dict[str, Any]) -> None:
@@ -180,19 +178,14 @@ class Watch:
         )
 
     def _advance(self) -> None:
-        now = time.monotonic()
+        seconds = max(1e-9, time.monotonic() - self._begun)
         stats = self._pool.stats
         state = (
-            f"{log.human_count(self._tokens / max(1e-9, now - self._begun))} tokens/s, "
+            f"{log.human_count(self._tokens / seconds)} tokens/s, "
             f"{stats.in_flight} in flight, {stats.retries} retries, {self._reasons.total()} failures"
         )
         self._bar.set_postfix_str(state, refresh=False)
         self._bar.update()
-        if self._bar.disable and now - self._told >= _TELL_EVERY_S:
-            self._told = now
-            done = self._answers + self._reasons.total()
-            left = log.human_seconds((now - self._begun) / done * (self._total - done))
-            _LOG.info("%d of %d prompts, %s, %s left", done, self._total, state, left)
 
 
 def check_thinking(thinking: str, key: str, reader: Reader, rows: list[dict[str, Any]]) -> None:

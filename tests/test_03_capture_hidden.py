@@ -216,6 +216,25 @@ def test_a_run_that_stored_nothing_binds_no_settings(here: Sequence[str | Path],
     assert manifest.read(states, "03").facts["layer_ids"] == [2, 3, 4]
 
 
+def test_an_overwriting_run_that_stores_nothing_leaves_the_old_states(
+    here: Sequence[str | Path], states: Path
+) -> None:
+    assert stage(*here) == 0
+    before = {path.name: path.stat().st_mtime_ns for path in states.iterdir() if path.is_file()}
+    assert stage(*here, "--overwrite", "--backend", "vllm", "--endpoint", "http://127.0.0.1:9") == 2
+    assert {path.name: path.stat().st_mtime_ns for path in states.iterdir()} == before
+    assert stage(*here, "--overwrite", "--dtype", "float32") == 0
+    assert manifest.read(states, "03").config["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    "flags", ["--concurrency 0", "--probe 0", "--probe -1", "--batch-tokens 0", "--max-failure-rate 1.5"]
+)
+def test_numbers_out_of_range_are_refused(here: Sequence[str | Path], flags: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        stage(*here, *flags.split())
+
+
 def test_rows_that_fill_every_position_are_refused_before_a_server_starts(
     tiny: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import errno
 import json
 import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
+from safetensors import SafetensorError
 
 from common import cli
 from common.errors import InputError, StageError
+from common.inference_pool import InferencePool
+from tests.faulty_server import FaultyServer
 
 # One that exists, since sections are named after the scripts that are there.
 SECTION = "02_build_vocab_map"
@@ -244,7 +249,15 @@ def fail_with(error: BaseException):
     [
         (StageError("the server died"), 1, "error: the server died"),
         (InputError("row 3 is torn"), 2, "error: row 3 is torn"),
-        (OSError(errno.ENOSPC, "No space left on device", "x.bin"), 1, "No space left on device: 'x.bin'"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "x.bin"),
+            1,
+            "x.bin could not be written: the disk",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "x.bin"), 1, "put --run-dir on a larger file system"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), 1, "the same command then"),
+        (SafetensorError("invalid header"), 1, "a tensor file is damaged or could not be written: invalid"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 1, "Permission denied: 'x'"),
         (KeyboardInterrupt(), 130, "run the same command again to resume"),
     ],
 )
@@ -271,9 +284,43 @@ def test_debug_shows_the_traceback() -> None:
         run(fail_with(StageError("the server died")), ["--debug"])
 
 
-def test_a_bug_is_never_dressed_up_as_bad_input() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run(lambda args: 1 // 0)
+def test_a_defect_is_one_line_that_says_so_and_debug_shows_where(capsys) -> None:
+    defect = fail_with(RuntimeError("CUDA out of memory.\n  Tried to allocate 2 GiB"))
+    assert run(defect) == 1
+    said = "error: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB (a defect; --debug shows where)"
+    assert capsys.readouterr().err == f"{said}\n"
+    with pytest.raises(RuntimeError):
+        run(defect, ["--debug"])
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_servers_on_this_machine(monkeypatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+
+    async def entries(url: str) -> list[dict]:
+        async with InferencePool([url], concurrency=1) as pool:
+            return await pool.models()
+
+    with FaultyServer() as server:
+        assert run(lambda args: 0 if asyncio.run(entries(server.url)) else 1) == 0
+        assert run(lambda args: 0 if httpx.get(f"{server.url}/models").is_success else 1) == 0
+    assert os.environ["no_proxy"] == "example.org,localhost,127.0.0.1,::1"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"), [(cli.positive, "1", ("0", "-1")), (cli.share, "1", ("1.01", "-0.1", "nan"))]
+)
+def test_numbers_out_of_range_are_refused(kind, good: str, bad: tuple[str, ...]) -> None:
+    assert kind(good) == 1
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+            kind(text)
 
 
 def test_sigterm_ends_a_stage_as_ctrl_c_does(tmp_path: Path) -> None:

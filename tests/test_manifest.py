@@ -92,7 +92,7 @@ def test_accepting_a_stale_finished_folder_leaves_its_fingerprint(folder: Path) 
     assert manifest.fingerprint(folder) == before
 
 
-def test_overwrite_discards_everything_but_the_lock_that_is_held(folder: Path) -> None:
+def test_overwrite_replaces_everything_but_the_lock_that_is_held(folder: Path) -> None:
     outside = folder.parent / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x")
@@ -102,10 +102,39 @@ def test_overwrite_discards_everything_but_the_lock_that_is_held(folder: Path) -
         (folder / "sub" / "file").write_text("x")
         (folder / "link").symlink_to(outside)
         assert begin(folder, record(), overwrite=True)
+        manifest.drop_replaced(folder)
         assert sorted(p.name for p in folder.iterdir()) == [".lock", ".lock-holder", ".started.json"]
         with pytest.raises(StageError, match="is locked"), atomic_io.locked(folder):
             pass
     assert (outside / "precious").exists()
+
+
+def test_what_was_to_be_replaced_comes_back_when_the_new_run_is_abandoned(folder: Path) -> None:
+    record(layer_ids=[1]).write(folder)
+    (folder / "hs_0.safetensors").write_text("old")
+    for layer_ids in ([2], [3]):  # the second after a crash of the first
+        assert begin(folder, record(layer_ids=layer_ids), overwrite=True)
+        assert not (folder / "hs_0.safetensors").exists()
+        (folder / "hs_0.safetensors").write_text("new")
+    manifest.abandon(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["hs_0.safetensors", "manifest.json"]
+    assert (folder / "hs_0.safetensors").read_text() == "old"
+    assert not begin(folder, record(layer_ids=[1]))
+
+
+def test_what_was_replaced_goes_when_the_new_output_is_complete(folder: Path) -> None:
+    record(layer_ids=[1]).write(folder)
+    begin(folder, record(layer_ids=[2]), overwrite=True)
+    record(layer_ids=[2]).write(folder)
+    assert [p.name for p in folder.iterdir()] == ["manifest.json"]
+
+
+def test_a_move_aside_that_was_interrupted_is_taken_back(folder: Path) -> None:
+    record(layer_ids=[1]).write(folder)
+    (folder / ".replaced").mkdir()
+    (folder / "manifest.json").rename(folder / ".replaced" / "manifest.json")
+    assert not begin(folder, record(layer_ids=[1]))
+    assert [p.name for p in folder.iterdir()] == ["manifest.json"]
 
 
 def test_a_refusal_writes_nothing(folder: Path) -> None:

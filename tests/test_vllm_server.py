@@ -35,6 +35,11 @@ def test_an_endpoint_without_a_scheme_is_refused() -> None:
         vllm_server.check(parse("--endpoint", "localhost:8000"))
 
 
+def test_server_flags_with_an_open_quote_are_refused() -> None:
+    with pytest.raises(InputError, match=r"--server-args .*No closing quotation"):
+        vllm_server.check(parse("--serve", "--server-args", "'oops"))
+
+
 def test_an_endpoint_where_nothing_listens_is_refused(tmp_path: Path) -> None:
     arguments = parse("--endpoint", "http://127.0.0.1:9/v1")
     with pytest.raises(InputError, match="does not answer"):
