@@ -42,7 +42,7 @@ _STEP0 = "step0.json"
 _DECIDING = (
     *("finetune_from", "finetune_revision", "draft_vocab", "embedding", "init_missing", "train_lm_head"),
     *("num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
-    *("rope_theta", "rms_norm_eps", "max_position_embeddings"),
+    *("rope_theta", "rms_norm_eps", "max_position_embeddings", "head_layer_ids"),
     *("lr", "epochs", "max_steps", "ttt_steps", "total_seq_len", "optimizer", "weight_decay"),
     *("scheduler", "warmup_ratio", "eval_ratio", "seed"),
 )
