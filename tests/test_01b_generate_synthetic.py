@@ -403,6 +403,20 @@ def test_flawed_answers_are_counted_and_dropped_on_request(
     assert "4 stop, 1 length (finish reasons)" in out
 
 
+def test_an_answer_of_reasoning_alone_that_ends_by_itself_is_kept(run: Run, run_dir: Path) -> None:
+    """speculators' regenerate-responses drops it (FIELD_NOTES 1.10)."""
+    ids = _prepare(run_dir, ["Hi"])
+
+    def answer(body: Body) -> Body:
+        return faults.response(body, message={"content": None, "reasoning": "hm"}, token_ids=[7, 8, 2])
+
+    with FaultyServer(answer=answer) as server:
+        assert run(server, "--thinking", "on") == 0
+    [row] = dataset.load(run_dir / "dataset")
+    assert row["id"] == f"{ids[0]}#0"
+    assert row["input_ids"][row["loss_mask"] == 1].tolist() == [7, 8, 2]
+
+
 def test_other_drop_flags_make_the_data_set_again_without_asking_the_server(run: Run, run_dir: Path) -> None:
     ids = _prepare(run_dir, ["fine", "truncated"])
     with FaultyServer(answer=_flawed) as server:
