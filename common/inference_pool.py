@@ -290,7 +290,7 @@ class InferencePool:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await endpoint.client.post(path, cast_to=object, body=body)
-                if not _has_choices(answer):
+                if not isinstance(answer, dict) or not _has_choices(answer):
                     raise _Malformed(f"no choices in {str(answer)[:200]!r}")
                 if _is_cut_off(answer):
                     raise _Malformed("the server gave the request up (finish_reason abort or error)")
@@ -404,8 +404,8 @@ async def _knock(endpoint: _Endpoint) -> Exception | None:
     return None
 
 
-def _has_choices(answer: Any) -> bool:
-    choices = answer.get("choices") if isinstance(answer, dict) else None
+def _has_choices(answer: dict[str, Any]) -> bool:
+    choices = answer.get("choices")
     if not isinstance(choices, list) or not choices:
         return False
     return all(isinstance(c, dict) and isinstance(c.get("message") or {}, dict) for c in choices)
