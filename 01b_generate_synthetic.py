@@ -334,7 +334,7 @@ def _write_dataset(
         summary = Summary(reader, drop)
         rows = chain.from_iterable(summary.keep(responses.read(i)) for i in ids if i in responses)
         written = dataset.write(dataset_folder, rows)
-        record.counts = {"read": summary.turns, "written": written, "dropped": dict(summary.dropped)}
+        record.counts = {"read": summary.turns, "written": written, **summary.counts()}
         record.write(dataset_folder)
     print(summary.table())
     _LOG.info("%s: %d rows", dataset_folder, written)
@@ -352,7 +352,7 @@ class Summary:
         self._reader = reader
         self._drop = drop
         self.turns = 0
-        self.dropped: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
         self._finish: Counter[str] = Counter()
         self._flags: Counter[str] = Counter()
         self._stopped: Counter[str] = Counter()
@@ -370,9 +370,14 @@ class Summary:
             if reason is None and not turn["token_ids"]:
                 reason = "empty"
             if reason:
-                self.dropped[reason] += 1
+                self._dropped[reason] += 1
             else:
                 yield training_row(row, number)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """For the manifest: turns without a row, flagged turns, conversations that ended early; by reason."""
+        by_reason = {"dropped": self._dropped, "flagged": self._flags, "stopped": self._stopped}
+        return {name: dict(counter) for name, counter in by_reason.items()}
 
     def table(self) -> str:
         """What was answered, for the terminal."""
@@ -385,7 +390,7 @@ class Summary:
             lines.append(f"{name:<12}{points}{log.human_count(values.sum()):>12}")
         lines += [
             f"answers: {self.turns} = {generation.counted(self._finish)} (finish reasons)",
-            f"flagged: {generation.counted(self._flags)}; without a row: {generation.counted(self.dropped)}",
+            f"flagged: {generation.counted(self._flags)}; without a row: {generation.counted(self._dropped)}",
             f"conversations that ended early: {generation.counted(self._stopped)}",
             "longest: " + ", ".join(f"{turn} ({length} tokens)" for length, turn in self._longest),
         ]

@@ -131,7 +131,7 @@ def test_manifests_reconcile_and_carry_what_later_stages_must_agree_on(
     with FaultyServer() as server:
         assert run(server, "--thinking", "default") == 0
     made = manifest.read(run_dir / "dataset", "01b")
-    assert made.counts == {"read": 4, "written": 4, "dropped": {}}
+    assert made.counts == {"read": 4, "written": 4, "dropped": {}, "flagged": {}, "stopped": {}}
     assert made.facts["verifier"] == str(verifier_dir)
     assert made.facts["thinking"] == "default"
     assert made.facts["retokenized"] is False
@@ -401,6 +401,19 @@ def test_flawed_answers_are_counted_and_dropped_on_request(
     out = capsys.readouterr().out
     assert "1 truncated, 1 empty, 1 loop, 1 tool_marker" in out
     assert "4 stop, 1 length (finish reasons)" in out
+
+
+def test_flags_and_conversations_that_ended_early_are_in_the_manifest(run: Run, run_dir: Path) -> None:
+    _prepare(run_dir, ["fine", ["truncated", "never asked"], "empty", "loop", "tool_marker"])
+    with FaultyServer(answer=_flawed) as server:
+        assert run(server) == 0
+    assert manifest.read(run_dir / "dataset", "01b").counts == {
+        "read": 5,
+        "written": 4,
+        "dropped": {"empty": 1},
+        "flagged": {"truncated": 1, "empty": 1, "loop": 1, "tool_marker": 1},
+        "stopped": {"truncated": 1},
+    }
 
 
 def test_an_answer_of_reasoning_alone_that_ends_by_itself_is_kept(run: Run, run_dir: Path) -> None:
