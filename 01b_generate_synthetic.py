@@ -110,7 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     rows = parser.add_argument_group("Rows")
     rows.add_argument(
-        "--limit", type=cli.positive, metavar="N", help="only the first N prompts; default: all"
+        "--limit",
+        type=cli.positive,
+        metavar="N",
+        help="only the first N prompts, in dataset/ too; default: all",
     )
     rows.add_argument(
         "--sample",
@@ -312,14 +315,14 @@ def _write_dataset(
     responses: ResponseLog,
     ids: list[str],
 ) -> None:
-    """Make dataset/ out of responses/, unless it is there; it is cheap and follows the --drop flags."""
+    """Make dataset/ out of responses/, unless it is there; it is cheap and follows --limit and --drop-*."""
     from common import dataset
 
     made = manifest.read(folder, STAGE)
     drop = [flag for flag in FLAGS if getattr(args, f"drop_{flag}")]
     record = manifest.Manifest(
         stage=STAGE,
-        config={"drop": drop},
+        config={"drop": drop, "prompts": len(ids)},  # the first ones, so that their number says which
         inputs={"responses": manifest.fingerprint(folder)},
         facts=made.facts,
         accepted_stale=made.accepted_stale,

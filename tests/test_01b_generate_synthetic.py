@@ -624,6 +624,17 @@ def test_limit_and_sample_are_part_of_the_full_run(
     assert _dataset_ids(run_dir) == [f"{i}#0" for i in ids]
 
 
+def test_a_smaller_limit_makes_the_data_set_again_from_what_is_there(run: Run, run_dir: Path) -> None:
+    ids = _prepare(run_dir, [f"prompt {n}" for n in range(5)])
+    with FaultyServer() as server:
+        assert run(server) == 0
+        assert run(server, "--limit", "2") == 0
+        assert _dataset_ids(run_dir) == [f"{i}#0" for i in ids[:2]]
+        assert run(server) == 0
+        assert len(server.bodies) == 5
+    assert _dataset_ids(run_dir) == [f"{i}#0" for i in ids]
+
+
 def test_progress_is_logged_where_there_is_no_terminal(
     run: Run, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
