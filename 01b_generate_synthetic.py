@@ -159,6 +159,8 @@ def main(args: argparse.Namespace) -> int:
     with atomic_io.locked(folder):
         working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
         with ResponseLog(folder) as responses:
+            if args.server_model:
+                _refuse_other_model(folder, responses.model, args.server_model)
             todo = {i for i in ids if i not in responses and (args.retry_failed or i not in responses.failed)}
             answered = sum(i in responses for i in ids)
             _LOG.info(
@@ -210,6 +212,15 @@ def _refuse_kept_answers(dataset_folder: Path, overwrite: bool) -> None:
         )
 
 
+def _refuse_other_model(folder: Path, stored: str | None, model: str) -> None:
+    if stored not in (None, model):
+        raise InputError(
+            f"{folder} holds answers of the served model {stored!r}, now {model!r} is asked. Both would be "
+            f"mixed without an error. Pass --server-model {stored} (vLLM takes several names for one model: "
+            "--served-model-name), --overwrite to begin anew, or another --run-dir."
+        )
+
+
 # --------------------------------------------------------------------------------------------------------
 # Prompts
 
@@ -253,6 +264,7 @@ async def _generate(
     )
     async with pool:
         model = generation.served_name(await pool.models(), args.server_model, reader.verifier.name)
+        _refuse_other_model(args.run_dir / "responses", responses.model, model)
         generator = generation.Generator(pool, reader, _request(args, model))
         watch = generation.Watch(pool, reader, total, args.thinking, args.thinking_key, args.max_failure_rate)
         async with aclosing(pool.run(prompts, generator.answer)) as results:
@@ -297,7 +309,7 @@ def _finish(
             f"--max-failure-rate {max_failure_rate}; see {folder / 'failures.jsonl'}. Run again with "
             "--retry-failed, or allow more."
         )
-    record.facts["server_model"] = next((responses.read(i)["model"] for i in ids if i in responses), None)
+    record.facts["server_model"] = responses.model
     record.counts = {
         "read": len(ids),
         "written": written,

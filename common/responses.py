@@ -289,6 +289,12 @@ class ResponseLog:
     def __len__(self) -> int:
         return len(self._offsets)
 
+    @property
+    def model(self) -> str | None:
+        """The served model's name in the oldest row, None without rows."""
+        first = next(iter(self._offsets), None)
+        return None if first is None else self.read(first)["model"]
+
     def add(self, row: dict[str, Any]) -> None:
         """Store a response; from here on SIGKILL does not lose it."""
         self._responses_log.append(row)

@@ -675,6 +675,34 @@ def test_other_sampling_settings_do_not_mix_with_what_is_there(
     assert len(_dataset_ids(run_dir)) == 1
 
 
+@pytest.mark.parametrize("limit", [["--limit", "1"], []], ids=["finished", "to-be-resumed"])
+def test_answers_of_two_served_models_do_not_mix(
+    run: Run, run_dir: Path, capsys: pytest.CaptureFixture[str], limit: list[str]
+) -> None:
+    _prepare(run_dir, ["a", "b"])
+    with FaultyServer() as server:
+        assert run(server, "--limit", "1") == 0
+        assert run(server, "--server-model", "other", *limit) == 2
+        assert "answers of the served model 'stub', now 'other'" in capsys.readouterr().err
+        assert run(server) == 0
+        assert len(server.bodies) == 2
+
+
+def test_an_endpoint_whose_only_model_is_another_by_now_is_refused(
+    run_dir: Path, verifier_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _prepare(run_dir, ["a", "b"])
+    main = load_script("01b_generate_synthetic").main
+    with FaultyServer() as server:
+        flags = ["--run-dir", str(run_dir), "--verifier", str(verifier_dir), "--endpoint", server.url]
+        assert main([*flags, "--limit", "1"]) == 0
+        log = run_dir / "responses" / "responses.jsonl"
+        log.write_text(log.read_text().replace('"model": "stub"', '"model": "older"'))
+        assert main(flags) == 2
+        assert len(server.bodies) == 1
+    assert "answers of the served model 'older', now 'stub'" in capsys.readouterr().err
+
+
 def test_kept_answers_of_stage_01_are_not_replaced_without_a_word(run: Run, run_dir: Path) -> None:
     _prepare(run_dir, ["a"])
     (run_dir / "dataset").mkdir()
