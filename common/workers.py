@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections import deque
@@ -16,6 +17,8 @@ from typing import Any
 
 from common.errors import StageError
 
+_WINDOW_BYTES = 64_000_000  # of items sent and not yet yielded; their results are about as large
+
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 
 
@@ -24,7 +27,7 @@ def parallel(count: int) -> Iterator[Map]:
     """Yield an ordered `map(work, items)` over processes; with one worker it is the built-in one.
 
     Args:
-        count: number of processes; each takes an item and has the next one waiting.
+        count: number of processes; each takes an item and has the next one waiting, within 64 MB of items.
 
     Raises:
         StageError: a process was killed.
@@ -46,14 +49,24 @@ def parallel(count: int) -> Iterator[Map]:
 def _bounded_map(
     pool: ProcessPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], window: int
 ) -> Iterator[Any]:
-    # The executor's own map would take in the whole stream at once.
-    pending: deque[Future[Any]] = deque()
+    # The executor's own map would take in the whole stream at once. Both ways are pickled here: an item's
+    # size is known so, and results that wait for their turn take a tenth of the room of lists of ids.
+    pending: deque[tuple[int, Future[bytes]]] = deque()
+    held = 0
     for item in items:
-        pending.append(pool.submit(work, item))
-        if len(pending) >= window:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+        packed = pickle.dumps(item)
+        while pending and (len(pending) >= window or held + len(packed) > _WINDOW_BYTES):
+            size, future = pending.popleft()
+            held -= size
+            yield pickle.loads(future.result())
+        pending.append((len(packed), pool.submit(_packed, work, packed)))
+        held += len(packed)
+    for _, future in pending:
+        yield pickle.loads(future.result())
+
+
+def _packed(work: Callable[[Any], Any], item: bytes) -> bytes:
+    return pickle.dumps(work(pickle.loads(item)))
 
 
 def _start() -> None:

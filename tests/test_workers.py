@@ -35,6 +35,24 @@ def test_results_come_in_order_and_the_stream_is_drawn_as_needed(count: int) -> 
         assert len(drawn) <= 10 + 2 * count
 
 
+def test_what_is_under_way_is_bounded_in_bytes_however_many_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "_WINDOW_BYTES", 3000)
+    drawn = []
+
+    def texts() -> Iterator[bytes]:
+        for number in range(40):
+            drawn.append(number)
+            yield bytes([number]) * 1000
+
+    with workers.parallel(16) as parallel:
+        results = parallel(len, texts())
+        assert next(results) == 1000
+        assert len(drawn) == 3  # two under way with some bytes of pickle each, and the one that waits
+        assert list(results) == [1000] * 39
+
+
 def test_a_killed_worker_is_told_with_what_to_do() -> None:
     with pytest.raises(StageError, match="fewer --workers"):
         with workers.parallel(2) as parallel:
