@@ -79,34 +79,30 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data.add_argument(
         "--max-length",
-        type=_count,
+        type=cli.positive,
         metavar="TOKENS",
         help="longest training row in tokens with --answers keep; default: the verifier's context",
     )
     data.add_argument("--seed", type=int, default=0, help="of the draws (an integer)")
     data.add_argument(
         "--min-kept",
-        type=_share,
+        type=cli.share,
         default=0.5,
         metavar="SHARE",
         help="fail where a smaller share (0 to 1) of rows or answers can be used; duplicates are usable",
     )
-    data.add_argument("--workers", type=_count, default=os.cpu_count(), help="processes; default: one a core")
+    data.add_argument(
+        "--workers", type=cli.positive, default=os.cpu_count(), help="processes; default: one a core"
+    )
     verifier.add_arguments(parser)
     return parser
 
 
 def _count(text: str) -> int:
+    """As `cli.positive`, but none is a number too."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
     return value
 
 

@@ -456,6 +456,17 @@ def test_a_second_process_on_the_run_folder_stops_and_says_who_holds_it(
     assert f"is locked by process {os.getpid()}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--workers", "0"), ("--max-length", "0"), ("--min-kept", "1.5"), ("--eval-prompts", "-1")],
+)
+def test_numbers_out_of_range_are_refused_by_the_parser(run_dir: Path, flag: str, value: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(run_dir, "--dataset", "any.jsonl", flag, value)
+    assert stop.value.code == 2
+    assert not run_dir.exists()
+
+
 def test_after_an_error_other_settings_may_follow(run_dir: Path, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "d.jsonl", [question(1), question(2)])
     assert run(run_dir, "--dataset", file, "--eval-prompts", 7) == 2
