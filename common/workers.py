@@ -17,7 +17,7 @@ from typing import Any
 
 from common.errors import StageError
 
-_WINDOW_BYTES = 64_000_000  # of items sent and not yet yielded; their results are about as large
+_WINDOW_BYTES = 64_000_000  # of items whose results were not yet taken; texts come back about as large
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 
@@ -49,24 +49,19 @@ def parallel(count: int) -> Iterator[Map]:
 def _bounded_map(
     pool: ProcessPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], window: int
 ) -> Iterator[Any]:
-    # The executor's own map would take in the whole stream at once. Both ways are pickled here: an item's
-    # size is known so, and results that wait for their turn take a tenth of the room of lists of ids.
-    pending: deque[tuple[int, Future[bytes]]] = deque()
+    # The executor's own map would take in the whole stream at once.
+    pending: deque[tuple[int, Future[Any]]] = deque()
     held = 0
     for item in items:
-        packed = pickle.dumps(item)
-        while pending and (len(pending) >= window or held + len(packed) > _WINDOW_BYTES):
-            size, future = pending.popleft()
-            held -= size
-            yield pickle.loads(future.result())
-        pending.append((len(packed), pool.submit(_packed, work, packed)))
-        held += len(packed)
-    for _, future in pending:
-        yield pickle.loads(future.result())
-
-
-def _packed(work: Callable[[Any], Any], item: bytes) -> bytes:
-    return pickle.dumps(work(pickle.loads(item)))
+        size = len(pickle.dumps(item))  # what the executor will send, too
+        while pending and (len(pending) >= window or held + size > _WINDOW_BYTES):
+            taken, future = pending.popleft()
+            held -= taken
+            yield future.result()
+        pending.append((size, pool.submit(work, item)))
+        held += size
+    while pending:
+        yield pending.popleft()[1].result()
 
 
 def _start() -> None:
