@@ -21,6 +21,5 @@ lint: setup
 	mypy
 
 bench: setup
-	@set -e; for script in $(or $(wildcard bench/*.py),none); do \
-		if [ $$script = none ]; then echo "bench/ holds no script yet"; else echo "== $$script"; python $$script; fi; \
-	done
+	python -m common.demo_verifier
+	@set -e; for script in bench/*.py; do echo "== $$script"; python $$script; done

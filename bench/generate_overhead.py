@@ -1,7 +1,7 @@
 """What 01b's client costs: its whole path against bare HTTP requests, in alternating rounds on one server.
 
-    python bench/generate_overhead.py --verifier models/smollm2-135m-instruct --serve \\
-        --server-args '--max-model-len 2048'
+    python bench/generate_overhead.py                # starts vLLM with the demo's verifier
+    python bench/generate_overhead.py --no-serve --endpoint http://127.0.0.1:8000/v1 --verifier NAME
 
 Both send the same prompts with as many in flight, greedy, `ignore_eos`: the server's work is the same.
 The bare side reads the answer's bytes and throws them away; ours retries, checks, flags and stores them.
@@ -34,6 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = cli.stage_parser(__doc__)
     verifier.add_arguments(parser)
     vllm_server.add_arguments(parser)
+    demo = str(ROOT / "models" / "smollm2-135m-instruct")
+    parser.set_defaults(verifier=demo, serve=True, server_args="--max-model-len 2048")
     group = parser.add_argument_group("Measurement")
     group.add_argument("--requests", type=int, default=32, help="requests a round")
     group.add_argument("--concurrency", type=int, default=8, help="requests in flight")
