@@ -6,7 +6,7 @@
     python 01_prepare_data.py --dataset mlabonne/open-perfectblend --dataset mine.jsonl.zst --answers keep \\
         --verifier moonshotai/Kimi-K2.5 --trust-remote-code --workers 32 --run-dir runs/kept
   seconds on a laptop:
-    python 01_prepare_data.py --dataset configs/demo_prompts.jsonl --eval-prompts 40 --run-dir runs/demo
+    python 01_prepare_data.py --dataset configs/demo_prompts.jsonl --eval-prompts 40 --run-dir runs/laptop
 """
 
 from __future__ import annotations

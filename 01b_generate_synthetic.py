@@ -6,7 +6,7 @@
     python 01b_generate_synthetic.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --concurrency 64 \\
         --no-serve --endpoint http://node1:8000/v1 --endpoint http://node2:8000/v1
   two minutes on a laptop CPU:
-    python 01b_generate_synthetic.py --verifier models/smollm2-135m-instruct --serve --run-dir runs/demo \\
+    python 01b_generate_synthetic.py --verifier models/smollm2-135m-instruct --serve --run-dir runs/laptop \\
         --server-args '--max-model-len 2048' --limit 20 --max-tokens 64
 """
 

@@ -6,7 +6,7 @@
     python 02_build_vocab_map.py --draft-vocab-size 32000 --run-dir runs/kimi --overwrite \\
         --compare-to AQ-MedAI/Kimi-K2-Instruct-eagle3
   a laptop CPU:
-    python 02_build_vocab_map.py --draft-vocab-size 4096 --run-dir runs/demo
+    python 02_build_vocab_map.py --draft-vocab-size 4096 --run-dir runs/laptop
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def compare(name: str, own: DraftVocab, counts: Ids, vocab: DraftVocab) -> None:
     ours, theirs = vocab.coverage(counts), own.coverage(counts)
     move = Move.between(own, vocab)
     _LOG.info("%s: its own map of %d tokens covers %.2f %% of this data", name, len(own), 100 * theirs)
-    _LOG.info("rebuilt map of %d tokens: %.2f %%; %s", len(vocab), 100 * ours, move.counts())
+    rows = ", ".join(f"{count} rows {what}" for what, count in move.counts().items())
+    _LOG.info("rebuilt map of %d tokens: %.2f %%; %s", len(vocab), 100 * ours, rows)
     # A token outside of the map is never proposed, so coverage bounds acceptance at position 0; but new rows
     # start untrained: on the shared head 14 points more ended level after 546 steps, ahead at a higher rate.
     if ours - theirs > _WORTH_REBUILDING:

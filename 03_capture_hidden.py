@@ -6,7 +6,7 @@ a server that runs already (two of them: repeat --endpoint); the first command p
   python 03_capture_hidden.py --run-dir runs/kimi --verifier moonshotai/Kimi-K2.5 --print-server
   python 03_capture_hidden.py --run-dir runs/kimi --endpoint http://127.0.0.1:8000/v1
 a minute on a laptop CPU, without a server:
-  python 03_capture_hidden.py --run-dir runs/demo --backend transformers
+  python 03_capture_hidden.py --run-dir runs/laptop --backend transformers
 """
 
 from __future__ import annotations
@@ -289,7 +289,9 @@ def _layer_ids(args: argparse.Namespace, facts: dict[str, Any], model: verifier.
         "TorchSpec and SGLang count from 0: add one to each of theirs."
     )
     if last in ids:
-        raise InputError(f"--layer-ids {ids}: {last}, the last layer, is always captured beside the three")
+        raise InputError(
+            f"--layer-ids {ids}: {last}, the last layer, is captured beside the three: name three below it"
+        )
     if (len(ids) != 3 and args.probe is None) or ids != sorted(set(ids)):
         raise InputError(f"--layer-ids {ids}: expected three different ids in ascending order. {counted}")
     if ids[0] < 1 or ids[-1] >= last:

@@ -5,7 +5,7 @@ Kimi-K2.5, a public head finetuned on eight GPUs:
 what would be imported, and what is it worth on this data? (no folder is touched)
   python 04_train.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --dry-run --report-json report.json
 a laptop CPU, from scratch:
-  python 04_train.py --run-dir runs/demo --lr 1e-3 --epochs 4 --total-seq-len 512
+  python 04_train.py --run-dir runs/laptop --lr 1e-3 --epochs 4 --total-seq-len 512
 """
 
 from __future__ import annotations

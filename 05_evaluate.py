@@ -2,13 +2,13 @@
 
   the tuned Kimi-K2.5 drafter beside the one it started from, in domain and out of domain, on eight GPUs:
     python 05_evaluate.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --serve \\
-        --drafter base=checkpoints/kimi-k2.5-eagle3 --drafter tuned=runs/kimi/drafter \\
+        --drafter base=checkpoints/kimi-k2-instruct-eagle3 --drafter tuned=runs/kimi/drafter \\
         --prompts runs/kimi/prompts/eval.jsonl --prompts mt_bench.jsonl \\
         --num-speculative-tokens 2 3 4 --concurrency 1 8 32
   a server that already runs with prefix caching off and the named drafter (without --drafter: with none):
     python 05_evaluate.py --run-dir runs/kimi --endpoint http://gpu7:8000/v1 --drafter tuned=runs/kimi/drafter
   minutes on a laptop:
-    python 05_evaluate.py --run-dir runs/demo --serve --max-prompts 20 --max-tokens 128 --concurrency 4
+    python 05_evaluate.py --run-dir runs/laptop --serve --max-prompts 20 --max-tokens 128 --concurrency 4
 
 The verifier alone is always measured first; the first --drafter is the start that the others are judged by.
 Each finished run is kept in evaluation/runs.jsonl, so a rerun resumes, and new drafters, prompt files, K or

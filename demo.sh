@@ -3,6 +3,7 @@
 # Finished stages are recognised, so a second run takes seconds and an interrupted one is taken up again.
 set -euo pipefail
 cd "$(dirname "$0")"
+export PATH="$PWD/.venv/bin:$PATH"
 export HF_HUB_OFFLINE=1 # everything is on this machine; no time-outs where there is no network
 
 stage() {

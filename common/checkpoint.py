@@ -99,7 +99,10 @@ def open_checkpoint(name: str, revision: str | None = None, *, flag: str = "--fi
         _LOG.info("%s: %s is no weight file of the head and is ignored", name, file)
     if not files:
         found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-        raise InputError(f"{name}: no weights (*.safetensors, *.bin, *.pt) in the folder; found {found}")
+        raise InputError(
+            f"{flag} {name}: no weights (*.safetensors, *.bin, *.pt) in the folder; found {found}. Pass the "
+            "head's own folder (of a run of ours: RUN/drafter or RUN/specforge)."
+        )
     return _read(files, folder, name, ignored)
 
 

@@ -294,9 +294,9 @@ def settle(name: str, *, flag: T | None, inherited: T | None, default: T) -> T:
     value, source = (
         (
             flag,
-            f"overridden by flag (the stage before has {inherited})"
+            f"overridden by flag or config file (the stage before has {inherited})"
             if inherited not in (None, flag)
-            else "by flag",
+            else "by flag or config file",
         )
         if flag is not None
         else (inherited, "inherited")

@@ -208,6 +208,6 @@ def _plot_speed_up(axis: Any, runs: list[dict[str, Any]]) -> None:
             *zip(*points, strict=True), marker="o", label=f"{choice[0]}, K={choice[1]}"
         ) if points else None
     axis.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="verifier alone")
-    axis.set(xlabel="concurrent streams", ylabel="speed-up (output tokens/s)")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    streams = sorted({run["concurrency"] for run in runs})
+    axis.set(xlabel="concurrent streams", ylabel="speed-up (output tokens/s)", xticks=streams)
     axis.legend()

@@ -252,9 +252,9 @@ def load(plan: Plan, verifier: Verifier, *, train_lm_head: bool = True) -> Eagle
 def _refuse_missing(names: list[str], checkpoint: Checkpoint) -> None:
     if names:
         raise InputError(
-            f"{checkpoint.origin}: the head has no {names[0]} (nor a name that any layout gives it). An "
-            "EAGLE-3 head cannot be rebuilt without it; download the checkpoint again, or train from "
-            "scratch."
+            f"{checkpoint.origin}: the head has no {names[0]} (nor a name that any layout gives it). Is "
+            "this a whole model instead of an EAGLE-3 head? An EAGLE-3 head cannot be rebuilt without it; "
+            "download the checkpoint again, or train from scratch."
         )
 
 

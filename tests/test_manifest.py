@@ -292,10 +292,10 @@ def test_a_consumer_made_from_another_data_set_is_refused(tmp_path: Path) -> Non
     [
         (None, None, 3, "k: 3 (default)"),
         (None, 5, 5, "k: 5 (inherited)"),
-        (7, None, 7, "k: 7 (by flag)"),
-        (7, 7, 7, "k: 7 (by flag)"),
-        (7, 5, 7, "k: 7 (overridden by flag (the stage before has 5))"),
-        (0, 5, 0, "k: 0 (overridden by flag (the stage before has 5))"),
+        (7, None, 7, "k: 7 (by flag or config file)"),
+        (7, 7, 7, "k: 7 (by flag or config file)"),
+        (7, 5, 7, "k: 7 (overridden by flag or config file (the stage before has 5))"),
+        (0, 5, 0, "k: 0 (overridden by flag or config file (the stage before has 5))"),
     ],
 )
 def test_a_setting_says_where_it_comes_from(caplog, flag, inherited, value: int, said: str) -> None:
