@@ -178,6 +178,20 @@ def require_finite(model: torch.nn.Module) -> None:
             )
 
 
+def require_float32(model: torch.nn.Module) -> None:
+    """Stop at a trainable tensor of lower precision: at a finetune's rate bfloat16 norms do not move at all.
+
+    Raises:
+        StageError: names the tensor.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise StageError(
+                f"the drafter's {name} is {parameter.dtype}: master weights must be float32, or small steps "
+                "round to nothing without an error. Call model.float() first."
+            )
+
+
 def save(model: Eagle3DraftModel, folder: Path) -> None:
     """Write `config.json` and a bfloat16 `model.safetensors` that vLLM loads as they are.
 

@@ -25,7 +25,7 @@ from speculators.train.logger import TensorBoardHandler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from common import acceptance, atomic_io, log
+from common import acceptance, atomic_io, drafter, log
 from common.acceptance import Acceptance
 from common.errors import InputError, StageError
 from common.loaders import HeldOut, Rows, require_whole
@@ -238,6 +238,7 @@ class Trainer(speculators_trainer.Trainer):
             held_out: measures at each checkpoint.
             dtype: of states and mixed precision.
         """
+        drafter.require_float32(model)
         self.settings, self.held_out = settings, held_out
         self.device = torch.device(distributed.get_local_rank())
         self.total_steps = count_steps(train_loader, settings)

@@ -340,6 +340,13 @@ def test_every_imported_master_is_float32_and_finite(own: Eagle3DraftModel) -> N
         assert torch.isfinite(parameter).all(), name
 
 
+def test_bfloat16_masters_are_refused_before_the_first_step(public_head: Path, verifier: Verifier) -> None:
+    model, _ = imported(public_head, verifier)
+    drafter.require_float32(model)
+    with pytest.raises(StageError, match=r"lm_head.weight is torch.bfloat16"):
+        drafter.require_float32(model.bfloat16())
+
+
 def test_layer_ids_that_differ_from_the_capture_stop_the_import(
     public_head: Path, verifier: Verifier
 ) -> None:
