@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,14 +62,24 @@ def test_the_schedule_of_speculators_ends_at_the_last_step(tmp_path: Path) -> No
     assert _resolve_scheduler_steps(config, train_loader_len=1000) == (5, 50)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal: a shell's background job, and some CI, starts with it ignored."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_first_signal_is_a_wish_and_the_second_acts() -> None:
+    terminate = signal.getsignal(signal.SIGTERM)
     with training._stop_signals() as stopping:
         assert not stopping()
         os.kill(os.getpid(), signal.SIGINT)
         assert stopping()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is terminate
 
 
 def test_metrics_of_steps_that_go_again_are_dropped(tmp_path: Path) -> None:
