@@ -327,3 +327,11 @@ def test_whatever_is_supervised_is_what_was_answered(
         _, answer = texts(verifier, row)
         thought = f"{said.reasoning}</think>" if said.reasoning else ""
         assert answer == f"{thought}{said.content}<|im_end|>"
+
+
+def test_text_that_the_tokenizer_loses_is_dropped_with_its_reason(smol: Verifier) -> None:
+    # SmolLM2 has no token for U+0006 and leaves it out without a word.
+    conversation = talk({"role": "user", "content": "a"}, {"role": "assistant", "content": "b\x06"})
+    (found,) = chat.turns(smol, conversation)
+    assert isinstance(found, Dropped)
+    assert found.reason == "text_lost_in_tokens"
