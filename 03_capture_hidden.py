@@ -290,7 +290,8 @@ def _layer_ids(args: argparse.Namespace, facts: dict[str, Any], model: verifier.
     )
     if last in ids:
         raise InputError(
-            f"--layer-ids {ids}: {last}, the last layer, is captured beside the three: name three below it"
+            f"--layer-ids {ids}: {last}, the last layer, is always captured beside the three; "
+            "name three below it"
         )
     if (len(ids) != 3 and args.probe is None) or ids != sorted(set(ids)):
         raise InputError(f"--layer-ids {ids}: expected three different ids in ascending order. {counted}")
