@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import json
@@ -12,7 +13,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -66,6 +67,11 @@ class Settings:
     save_every: int
     keep_last: int
     max_bad_steps: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Settings:
+        """The settings among the flags of 04."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ FLOORS = (
     {
         *("chat", "responses", "generation", "capture", "capture_vllm", "capture_transformers"),
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
-        "acceptance",
+        *("acceptance", "train_inputs"),
     },
-    {"warm_start", "step0", "evaluation", "report"},
+    {"warm_start", "step0", "evaluation", "report", "train_start", "train_output"},
 )
 # Runs inside of vLLM's process, where nothing else of ours is wanted.
 APART = {"vllm_connector"}
