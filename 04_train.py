@@ -105,12 +105,12 @@ def main(args: argparse.Namespace) -> None:
     _check_ranges(args)
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # speculators picks its kernels by what is visible
-    from common import training
+    from common import processes, training
     from common.train_inputs import Inputs
     from common.train_output import Output
     from common.train_start import Start
 
-    device, dtype = training.start(args.device)
+    device, dtype = processes.start(args.device)
     if device.type == "cuda" and args.total_seq_len % 128:
         raise InputError(
             f"--total-seq-len {args.total_seq_len}: a GPU's flex attention needs multiples of 128"
@@ -124,13 +124,13 @@ def main(args: argparse.Namespace) -> None:
     if args.dry_run:
         Start.prepare(args, inputs, device, dtype, known=None)
         return
-    with atomic_io.locked(output.drafter) if training.is_main() else nullcontext():
-        if not training.main_decides(output.begin):
-            training.main_decides(output.export)
+    with atomic_io.locked(output.drafter) if processes.is_main() else nullcontext():
+        if not processes.main_decides(output.begin):
+            processes.main_decides(output.export)
             return
         try:
             start = Start.prepare(args, inputs, device, dtype, known=output.step0())
-            training.main_decides(lambda: output.clear_for(start))
+            processes.main_decides(lambda: output.clear_for(start))
             trainer = training.Trainer(
                 start.model,
                 training.Settings.of(args),
@@ -140,11 +140,11 @@ def main(args: argparse.Namespace) -> None:
                 dtype=dtype,
             )
         except BaseException:
-            if training.is_main():
+            if processes.is_main():
                 output.abandon()
             raise
         outcome = trainer.run(start.step0)
-        training.main_decides(lambda: output.finish(start, outcome))
+        processes.main_decides(lambda: output.finish(start, outcome))
 
 
 def _check_ranges(args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from common.acceptance import Acceptance
 from common.draft_vocab import DraftVocab
 from common.hidden_states import HiddenStateStore
 from common.loaders import HeldOut, TrainingRows
+from common.processes import is_main
 from common.step0 import require_step0
 from common.train_inputs import Inputs
 from common.training import Settings
@@ -87,7 +88,7 @@ class Start:
         step0 = known or _measure(args, inputs, model.to(device), plan, held_out)  # type: ignore[arg-type]
         start = cls(model, plan, vocab, rows, train_loader, held_out, step0)
         start.describe(Settings.of(args), args.total_seq_len)
-        if args.report_json and training.is_main():
+        if args.report_json and is_main():
             atomic_io.write_json(args.report_json, start.report)
         return start
 

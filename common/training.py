@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
-import json
-import logging
 import math
-import os
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train import distributed
 from speculators.train import trainer as speculators_trainer
-from speculators.train.logger import TensorBoardHandler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from common import acceptance, atomic_io, drafter, log
+from common import acceptance, drafter, log, train_metrics
 from common.acceptance import Acceptance
 from common.errors import InputError, StageError
 from common.loaders import HeldOut, Rows, require_whole
+from common.processes import is_main, main_decides
 from common.train_checkpoints import StepCheckpointer
 
 _LOG = log.get("training")
-_METRICS = logging.getLogger("speculators.metrics")
 _CLIP = 1.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,77 +82,6 @@ class Outcome:
     best_step: int
     best: dict[str, Acceptance]
     bad_steps: int
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Devices and processes
-
-
-def start(choice: Literal["auto", "cpu", "cuda"]) -> tuple[torch.device, torch.dtype]:
-    """Settle the device, join the other processes of a `torchrun`, and prepare speculators for a CPU.
-
-    Args:
-        choice: auto takes a GPU where there is one.
-
-    Returns:
-        The device, and the dtype of states and of mixed precision: bfloat16 where the device computes in it.
-
-    Raises:
-        InputError: a GPU is asked for and absent.
-    """
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: no GPU is visible. Pass --device cpu, or check nvidia-smi.")
-    atexit.register(distributed.maybe_destroy_distributed)
-    if choice != "cpu" and torch.cuda.is_available():
-        distributed.maybe_setup_distributed()
-        device, dtype = torch.device("cuda", distributed.get_local_rank()), torch.bfloat16
-    else:
-        _prepare_cpu()
-        device, dtype = torch.device("cpu"), torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
-    if not is_main():
-        log.setup(logging.WARNING)
-    return device, dtype
-
-
-def _prepare_cpu() -> None:
-    """All that speculators 0.9.0 lacks on a machine without an accelerator."""
-    device: Any = torch.device("cpu")
-    distributed._local_rank = device  # it moves model and batches there
-    warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator")
-    if "LOCAL_RANK" in os.environ:
-        dist.init_process_group("gloo")
-        distributed._rank, distributed._world_size = dist.get_rank(), dist.get_world_size()
-        distributed._is_distributed = True
-        distributed._init_sp_process_groups(dist.get_rank(), dist.get_world_size(), 1)
-
-
-def _cpu_has_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def is_main() -> bool:
-    """Whether this process writes files: the first of a `torchrun`, or the only one."""
-    return distributed.get_rank() == 0
-
-
-def main_decides(work: Callable[[], T]) -> T:
-    """Let the main process do something that only one may do, and give every process its result.
-
-    Raises:
-        StageError: what the main process raised, on every process.
-    """
-    if not dist.is_initialized():
-        return work()
-    answer: list[Any] = [None, None]
-    if is_main():
-        try:
-            answer[0] = work()
-        except StageError as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -294,9 +216,9 @@ class Trainer(speculators_trainer.Trainer):
             StageError: too many steps had no finite gradient.
         """
         folder = Path(self.config.save_path)
-        with _stop_signals() as stopping, _metrics(folder, self.global_step):
+        with _stop_signals() as stopping, train_metrics.recording(folder, self.global_step):
             if not self.global_step:
-                _log_held_out(0, start)
+                train_metrics.held_out(0, start)
             if self._unmeasured:
                 self._measure(self.global_step)
             with log.bar(
@@ -382,7 +304,7 @@ class Trainer(speculators_trainer.Trainer):
     def _log_speed(self, batch: dict[str, Any], seconds: float) -> None:
         tokens = int((batch["document_ids"] != -1).sum()) * distributed.get_world_size()
         row = self._row | {"tokens_per_s": tokens / seconds, "waited_s": self.waited}
-        _METRICS.info({"train": row}, extra={"step": self.global_step})
+        train_metrics.trained(self.global_step, row)
         self._bar.set_postfix(loss=f"{row['loss']:.3f}", tokens_per_s=f"{row['tokens_per_s']:.0f}")
         self._bar.update()
 
@@ -424,7 +346,7 @@ class Trainer(speculators_trainer.Trainer):
             " ".join(f"{share:.3f}" for share in whole.by_position),
         )
         row = {**whole.as_json(), "by_source": {name: part.as_json() for name, part in found.items()}}
-        _log_held_out(step, found)
+        train_metrics.held_out(step, found)
         if is_main():
             best = self.checkpointer.read_best_epoch()
             before = self.checkpointer.val_metrics(best) if best is not None else None
@@ -446,16 +368,6 @@ class Trainer(speculators_trainer.Trainer):
         return Outcome(self.global_step, best, parts, self.bad_steps)
 
 
-def _log_held_out(step: int, found: dict[str, Acceptance]) -> None:
-    whole = acceptance.total(found.values())
-    row = {
-        "acceptance_length": whole.length,
-        **{f"position_{k}": share for k, share in enumerate(whole.by_position)},
-        "by_source": {name: part.length for name, part in found.items()},
-    }
-    _METRICS.info({"held_out": row}, extra={"step": step})
-
-
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
     """Turn the first SIGTERM or SIGINT into a wish that the loop asks for; a second one acts at once."""
@@ -475,58 +387,3 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _metrics(folder: Path, step: int) -> Iterator[None]:
-    """`metrics.jsonl`, and TensorBoard where it is installed, behind speculators' logger of metrics.
-
-    Args:
-        folder: `checkpoints/`.
-        step: the step that is resumed; later rows are of steps that go again. 0 begins anew.
-    """
-    if not is_main():
-        yield
-        return
-    path = folder / "metrics.jsonl"
-    if path.exists():
-        kept = [row for row in atomic_io.read_json_lines(path) if step and row["step"] <= step]
-        with atomic_io.replacing(path) as file:
-            for row in kept:
-                file.write(json.dumps(row) + "\n")
-    handlers: list[logging.Handler] = [_JsonHandler(path)]
-    with contextlib.suppress(ImportError):
-        import torch.utils.tensorboard  # noqa: F401
-
-        handlers.append(
-            TensorBoardHandler(log_dir=folder, run_name="tensorboard", purge_step=step + 1 if step else None)
-        )
-    propagate, level = _METRICS.propagate, _METRICS.level
-    _METRICS.propagate = False
-    _METRICS.setLevel(logging.INFO)
-    for handler in handlers:
-        _METRICS.addHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            _METRICS.removeHandler(handler)
-            handler.close()
-        _METRICS.propagate = propagate
-        _METRICS.setLevel(level)
-
-
-class _JsonHandler(logging.Handler):
-    """One JSON line a record: `{"step", "train": {...}}` or `{"step", "held_out": {...}}`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._log = atomic_io.JsonLog(path)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        assert isinstance(record.msg, dict)
-        self._log.append({"step": record.__dict__["step"], **record.msg})
-
-    def close(self) -> None:
-        self._log.close()
-        super().close()

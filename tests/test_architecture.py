@@ -26,7 +26,7 @@ FLOORS = (
     {
         *("chat", "responses", "generation", "capture", "capture_vllm", "capture_transformers"),
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
-        *("acceptance", "train_inputs"),
+        *("acceptance", "processes", "train_inputs", "train_metrics"),
     },
     {"warm_start", "step0", "evaluation", "report", "train_start", "train_output"},
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import atomic_io, manifest, training
+from common import atomic_io, manifest, processes, train_metrics, training
 from common.acceptance import Acceptance
 from common.errors import StageError
 from common.training import Settings
@@ -87,8 +87,8 @@ def test_metrics_of_steps_that_go_again_are_dropped(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"step": s, "train": {"loss": s}}) + "\n" for s in (1, 2, 3, 4)))
     logger = logging.getLogger("speculators.metrics")
     handlers = list(logger.handlers)
-    with training._metrics(tmp_path, step=2):
-        training._log_held_out(2, {"a": Acceptance(4, (2, 1)), "b": Acceptance(4, (0, 0))})
+    with train_metrics.recording(tmp_path, step=2):
+        train_metrics.held_out(2, {"a": Acceptance(4, (2, 1)), "b": Acceptance(4, (0, 0))})
         logger.info({"train": {"loss": 30.0}}, extra={"step": 3})
     assert list(atomic_io.read_json_lines(path)) == [
         {"step": 1, "train": {"loss": 1}},
@@ -109,14 +109,14 @@ def test_metrics_of_steps_that_go_again_are_dropped(tmp_path: Path) -> None:
 
 def test_a_run_that_never_reached_a_checkpoint_begins_its_metrics_anew(tmp_path: Path) -> None:
     for _ in range(2):
-        with training._metrics(tmp_path, step=0):
-            training._log_held_out(0, {"a": Acceptance(4, (2, 1))})
+        with train_metrics.recording(tmp_path, step=0):
+            train_metrics.held_out(0, {"a": Acceptance(4, (2, 1))})
     assert [row["step"] for row in atomic_io.read_json_lines(tmp_path / "metrics.jsonl")] == [0]
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with training._metrics(tmp_path, step=0):
+    with train_metrics.recording(tmp_path, step=0):
         logging.getLogger("speculators.metrics").info({"train": {"loss": 2.5}}, extra={"step": 3})
     found = events.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
@@ -124,13 +124,13 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_one_process_decides_for_itself() -> None:
-    assert training.main_decides(lambda: 7) == 7
+    assert processes.main_decides(lambda: 7) == 7
 
     def fail() -> None:
         raise StageError("no")
 
     with pytest.raises(StageError, match="no"):
-        training.main_decides(fail)
+        processes.main_decides(fail)
 
 
 def test_two_processes_train_one_drafter_and_measure_as_one(
