@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from tests import dialects
+
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 
@@ -49,6 +51,16 @@ def public_head() -> Path:
     folder = SHARED / "checkpoints" / "smollm2-eagle3-midlayer"
     if not folder.exists():
         pytest.skip("the shared checkpoint is not here")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def midlayer_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what needs no training: the real head where it is, else one of its form with random weights."""
+    if (real := SHARED / "checkpoints" / "smollm2-eagle3-midlayer").exists():
+        return real
+    folder = tmp_path_factory.mktemp("heads") / "untrained"
+    dialects.untrained(folder)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The shared SpecForge head, rewritten as every family saves it; independent of the code that reads them.
+"""One SpecForge head, rewritten as every family saves it; independent of the code that reads them.
 
 Each writer takes the head's tensors and config as SpecForge saved them and writes a checkpoint to a folder.
 """
@@ -20,6 +20,56 @@ V = 49152
 
 def read_source(folder: Path) -> tuple[Tensors, Config]:
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+
+def untrained(folder: Path) -> None:
+    """A head for SmolLM2 as SpecForge saves one, with random weights: right in all but what it predicts."""
+    random = torch.Generator().manual_seed(0)
+    hidden, inner, heads, kv_heads, head_dim, rows = 576, 1536, 9, 3, 64, 4096
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random) / shape[-1] ** 0.5
+
+    tokens = torch.randperm(V, generator=random)[:rows].sort().values
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    tensors = {
+        "fc.weight": normal(hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj.weight": normal(heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": normal(kv_heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": normal(kv_heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": normal(hidden, heads * head_dim),
+        "midlayer.mlp.gate_proj.weight": normal(inner, hidden),
+        "midlayer.mlp.up_proj.weight": normal(inner, hidden),
+        "midlayer.mlp.down_proj.weight": normal(hidden, inner),
+        "lm_head.weight": normal(rows, hidden),
+        **{f"{name}.weight": 0.5 + torch.rand(hidden, generator=random) for name in norms},
+    }
+    maps = {
+        "d2t": tokens - torch.arange(rows),
+        "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, tokens, True),
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 8192,
+        "vocab_size": V,
+        "draft_vocab_size": rows,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    save(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()} | maps, config)
 
 
 def tokens_of(tensors: Tensors) -> torch.Tensor:

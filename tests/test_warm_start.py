@@ -51,8 +51,8 @@ def verifier(verifier_dir: Path) -> Verifier:
 
 
 @pytest.fixture(scope="module")
-def source(public_head: Path) -> tuple[Tensors, Config]:
-    return dialects.read_source(public_head)
+def source(midlayer_head: Path) -> tuple[Tensors, Config]:
+    return dialects.read_source(midlayer_head)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +99,16 @@ def measure(
 
 
 @pytest.fixture(scope="module")
-def own(public_head: Path, verifier: Verifier) -> Eagle3DraftModel:
+def own(midlayer_head: Path, verifier: Verifier) -> Eagle3DraftModel:
     """The head under its own map."""
-    return imported(public_head, verifier)[0]
+    return imported(midlayer_head, verifier)[0]
 
 
 @pytest.fixture(scope="module")
-def own_acceptance(own: Eagle3DraftModel, measure: Callable[[Eagle3DraftModel], Acceptance]) -> Acceptance:
+def own_acceptance(
+    public_head: Path, own: Eagle3DraftModel, measure: Callable[[Eagle3DraftModel], Acceptance]
+) -> Acceptance:
+    """Of a trained head only."""
     return measure(own)
 
 
@@ -181,8 +184,8 @@ def test_files_of_the_trainer_are_ignored_with_a_line(
     assert "training_state.pt" in caplog.text
 
 
-def test_the_table_accounts_for_every_tensor(public_head: Path, verifier: Verifier) -> None:
-    model, plan = imported(public_head, verifier)
+def test_the_table_accounts_for_every_tensor(midlayer_head: Path, verifier: Verifier) -> None:
+    model, plan = imported(midlayer_head, verifier)
     report = plan.report()
     assert report["layout"] == "specforge"
     assert report["draft_vocab"] == {"kept": 4096, "new": 0, "dropped": 0}
@@ -199,16 +202,16 @@ def test_the_table_accounts_for_every_tensor(public_head: Path, verifier: Verifi
 
 
 def test_a_rebuilt_map_of_half_the_tokens_keeps_99_percent_of_the_acceptance(
-    public_head: Path,
+    midlayer_head: Path,
     verifier: Verifier,
     rows: list[Row],
     own: Eagle3DraftModel,
     own_acceptance: Acceptance,
     measure: Callable[[Eagle3DraftModel], Acceptance],
 ) -> None:
-    own_vocab = warm_start.read_own_vocab(str(public_head), verifier, flag="--compare-to").vocab
+    own_vocab = warm_start.read_own_vocab(str(midlayer_head), verifier, flag="--compare-to").vocab
     rebuilt = half_shared(own_vocab, rows)
-    model, plan = imported(public_head, verifier, rebuilt, draft_vocab="rebuild")
+    model, plan = imported(midlayer_head, verifier, rebuilt, draft_vocab="rebuild")
     assert plan.move.counts() == {"kept": 2048, "new": 2048, "dropped": 2048}
     assert measure(model).length >= 0.99 * own_acceptance.length
     kept_old = np.searchsorted(own_vocab.token_ids, plan.move.kept)
@@ -217,12 +220,12 @@ def test_a_rebuilt_map_of_half_the_tokens_keeps_99_percent_of_the_acceptance(
 
 
 def test_the_full_vocabulary_keeps_the_acceptance(
-    public_head: Path,
+    midlayer_head: Path,
     verifier: Verifier,
     own_acceptance: Acceptance,
     measure: Callable[[Eagle3DraftModel], Acceptance],
 ) -> None:
-    model, plan = imported(public_head, verifier, draft_vocab="full")
+    model, plan = imported(midlayer_head, verifier, draft_vocab="full")
     assert plan.config.draft_vocab_size == 49152
     assert model.d2t is None
     assert measure(model).length >= 0.99 * own_acceptance.length
@@ -269,23 +272,23 @@ def trap_rope_theta(model: Eagle3DraftModel) -> None:
 )
 def test_a_trap_costs_most_of_the_acceptance(
     trap: Callable[[Eagle3DraftModel], None],
-    public_head: Path,
+    midlayer_head: Path,
     verifier: Verifier,
     own_acceptance: Acceptance,
     measure: Callable[[Eagle3DraftModel], Acceptance],
 ) -> None:
-    model, _ = imported(public_head, verifier)
+    model, _ = imported(midlayer_head, verifier)
     trap(model)
     assert measure(model).by_position[0] < 0.5 * own_acceptance.by_position[0]
 
 
 def test_a_wrong_rope_base_costs_acceptance(
-    public_head: Path,
+    midlayer_head: Path,
     verifier: Verifier,
     own_acceptance: Acceptance,
     measure: Callable[[Eagle3DraftModel], Acceptance],
 ) -> None:
-    model, _ = imported(public_head, verifier)
+    model, _ = imported(midlayer_head, verifier)
     trap_rope_theta(model)
     assert measure(model).length < own_acceptance.length
 
@@ -340,17 +343,17 @@ def test_every_imported_master_is_float32_and_finite(own: Eagle3DraftModel) -> N
         assert torch.isfinite(parameter).all(), name
 
 
-def test_bfloat16_masters_are_refused_before_the_first_step(public_head: Path, verifier: Verifier) -> None:
-    model, _ = imported(public_head, verifier)
+def test_bfloat16_masters_are_refused_before_the_first_step(midlayer_head: Path, verifier: Verifier) -> None:
+    model, _ = imported(midlayer_head, verifier)
     drafter.require_float32(model)
     with pytest.raises(StageError, match=r"lm_head.weight is torch.bfloat16"):
         drafter.require_float32(model.bfloat16())
 
 
 def test_layer_ids_that_differ_from_the_capture_stop_the_import(
-    public_head: Path, verifier: Verifier
+    midlayer_head: Path, verifier: Verifier
 ) -> None:
-    args = argparse.Namespace(**{**vars(FLAGS), "finetune_from": str(public_head)})
+    args = argparse.Namespace(**{**vars(FLAGS), "finetune_from": str(midlayer_head)})
     with pytest.raises(InputError, match=r"--layer-ids 2 15 27"):
         warm_start.open_plan(args, verifier, layer_ids=[1, 14, 26], rebuilt=None, speculative_tokens=3)
 
@@ -537,13 +540,13 @@ def test_a_full_vocabulary_head_plans_into_32000_rows(kimi: Verifier) -> None:
 
 
 def test_a_drafter_exported_for_specforge_is_the_head_that_was_imported(
-    tmp_path: Path, public_head: Path, verifier: Verifier, own: Eagle3DraftModel
+    tmp_path: Path, midlayer_head: Path, verifier: Verifier, own: Eagle3DraftModel
 ) -> None:
     drafter.save(own, tmp_path / "drafter")
     drafter.export_specforge(tmp_path / "drafter", tmp_path / "out", verifier)
     ours, theirs = (
         load_file(tmp_path / "out" / "model.safetensors"),
-        load_file(public_head / "model.safetensors"),
+        load_file(midlayer_head / "model.safetensors"),
     )
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
