@@ -37,6 +37,7 @@ from common import (
     cli,
     conversations,
     evaluation,
+    hub,
     log,
     manifest,
     report,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 _LOG = log.get("05_evaluate")
 _PER_REQUEST = ["--per-request-spec-decode-metrics", "detailed"]
+_DRAFTER_FILES = ("*.json", "*.safetensors", "*.bin")
 _WARM_UP_TOKENS = 8
 _COUNTER_LAG_S = 10.0
 _LOGPROBS = 20
@@ -68,9 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--drafter",
         action="append",
-        metavar="NAME=PATH",
-        help="folder of a drafter and its name in the table; repeatable, the first is the start; "
-        "default with --serve: drafter=RUN_DIR/drafter",
+        metavar="NAME=PATH|HUB_ID",
+        help="a drafter (folder, or ORGANISATION/MODEL[@REVISION] on the hub) and its name in the table; "
+        "repeatable, the first is the start; default with --serve: drafter=RUN_DIR/drafter",
     )
     what.add_argument(
         "--prompts",
@@ -204,21 +206,11 @@ class Job:
 
 def named_drafters(args: argparse.Namespace) -> list[Drafter]:
     """Read --drafter, and refuse what one call cannot measure before anything is started."""
-    named = args.drafter or ([f"drafter={args.run_dir / 'drafter'}"] if args.serve else [])
-    drafters = []
-    for text in named:
-        name, _, path = text.partition("=")
-        if not re.fullmatch(r"[\w.-]+", name) or not path:
-            raise InputError(
-                f"--drafter {text}: expected NAME=PATH with a name of letters, digits, '.', '_' and '-', "
-                "e.g. tuned=runs/demo/drafter"
-            )
-        if not (Path(path) / "config.json").exists():
-            raise InputError(
-                f"--drafter {text}: no config.json in {path}. 04_train.py writes RUN_DIR/drafter; a hub's "
-                "drafter must be downloaded first."
-            )
-        drafters.append(Drafter(name, path, manifest.fingerprint(Path(path))))
+    own = args.run_dir / "drafter"
+    if not args.drafter and args.serve and not own.exists():
+        raise InputError(f"{own} does not exist: run 04_train.py first, or pass --drafter NAME=PATH")
+    named = args.drafter or ([f"drafter={own}"] if args.serve else [])
+    drafters = [named_drafter(text) for text in named]
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise InputError(f"--drafter: each needs a name of its own, found {', '.join(names)}")
@@ -228,6 +220,23 @@ def named_drafters(args: argparse.Namespace) -> list[Drafter]:
             "--num-speculative-tokens, and run this again for the next server; or use --serve"
         )
     return drafters
+
+
+def named_drafter(text: str) -> Drafter:
+    """Read one --drafter; a hub's is downloaded."""
+    name, _, place = text.partition("=")
+    if not re.fullmatch(r"[\w.-]+", name) or not place:
+        raise InputError(
+            f"--drafter {text}: expected NAME=PATH or NAME=HUB_ID with a name of letters, digits, '.', '_' "
+            "and '-', e.g. tuned=runs/demo/drafter"
+        )
+    repository, _, revision = (place, "", "") if Path(place).exists() else place.partition("@")
+    folder = hub.folder(repository, revision or None, flag="--drafter", patterns=_DRAFTER_FILES)
+    if not (folder / "config.json").exists():
+        raise InputError(
+            f"--drafter {text}: no config.json in {folder}. 04_train.py writes RUN_DIR/drafter at its end."
+        )
+    return Drafter(name, str(folder), manifest.fingerprint(folder))
 
 
 def read_files(args: argparse.Namespace) -> list[PromptFile]:
@@ -334,19 +343,29 @@ def measure_all(
         # Kimi's template reads the one name, Qwen's the other; neither minds an unknown one.
         body["chat_template_kwargs"] = dict.fromkeys(("thinking", "enable_thinking"), thinking == "on")
     total = sum(len(job.file.prompts) for job in jobs)
+    servers = list(dict.fromkeys((job.drafter, job.k) for job in jobs))
     with log.bar(total, unit="prompts", description="evaluate") as bar:
-        for drafter, k in dict.fromkeys((job.drafter, job.k) for job in jobs):
+        for started, (drafter, k) in enumerate(servers, start=1):
             ours = [job for job in jobs if (job.drafter, job.k) == (drafter, k)]
             name = f"{drafter.name}-k{k}" if drafter else "verifier"
             _LOG.info("measuring %s", name)
+            begun = time.monotonic()
             with vllm_server.serving(
                 args, model, server_flags(drafter, k), args.run_dir / "logs" / f"05_evaluate-{name}.log"
             ) as endpoints:
                 require_server(read_counters(endpoints), drafter, k)
                 asyncio.run(warm_up(endpoints, ours[0].file.prompts, max(args.concurrency), body))
+                tell_starts(bar, time.monotonic() - begun, len(servers) - started)
                 for job in ours:
                     wanted = evaluation.reference(runs, job.key[0], job.file.name, job.concurrency)
                     yield asyncio.run(measure(endpoints, job, wanted, body, responses.Reader(model), bar))
+
+
+def tell_starts(bar: tqdm, seconds: float, left: int) -> None:
+    """Keep a server's start out of the prompts' rate, and show beside it how many are to come."""
+    bar.unpause()
+    starts = f"and {left} x {log.human_seconds(seconds)} of server starts" if left else ""
+    bar.set_postfix_str(starts, refresh=False)
 
 
 def server_flags(drafter: Drafter | None, k: int) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common import atomic_io, log
+from common import atomic_io, hub, log
 from common.errors import InputError
 
 _LOG = log.get("checkpoint")
@@ -93,7 +93,9 @@ def open_checkpoint(name: str, revision: str | None = None, *, flag: str = "--fi
     path = Path(name)
     if path.is_file():
         return _read([path], path.parent, name, ())
-    folder = path if path.is_dir() else _download(name, revision, flag)
+    patterns = ["*.json", *(f"*{suffix}" for suffix in _SUFFIXES)]
+    ignored_names = [f"*{stem}*" for stem in _IGNORED]
+    folder = hub.folder(name, revision, flag=flag, patterns=patterns, ignored=ignored_names)
     files, ignored = _weight_files(folder)
     for file in ignored:
         _LOG.info("%s: %s is no weight file of the head and is ignored", name, file)
@@ -104,22 +106,6 @@ def open_checkpoint(name: str, revision: str | None = None, *, flag: str = "--fi
             "head's own folder (of a run of ours: RUN/drafter or RUN/specforge)."
         )
     return _read(files, folder, name, ignored)
-
-
-def _download(name: str, revision: str | None, flag: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    patterns = ["*.json", *(f"*{suffix}" for suffix in _SUFFIXES)]
-    ignored = [f"*{stem}*" for stem in _IGNORED]
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
-        )
-    except (OSError, HFValidationError, ValueError) as error:
-        raise InputError(
-            f"{flag} {name} is neither a file, a folder, nor a hub repository within reach: {error}"
-        ) from None
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:

@@ -65,8 +65,7 @@ def _file_section(prompts: str, found: dict[str, Any]) -> str:
     for title, column in (("Source", "by_source"), ("Part", "by_part")):
         if any(len(run[column] or {}) > 1 for run in drafted):
             blocks.append(_group_table(title, column, drafted))
-    blocks += [_difference_line(run) for run in runs if (run["same_output"] or {}).get("first_difference")]
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *_difference_lines(runs)])
 
 
 def _main_table(runs: list[dict[str, Any]]) -> str:
@@ -110,17 +109,29 @@ def _group_table(title: str, column: str, runs: list[dict[str, Any]]) -> str:
     return _table(["Drafter", "K", "Streams", title, "Prompts", "Drafts", "Acceptance length"], rows)
 
 
-def _difference_line(run: dict[str, Any]) -> str:
-    same = run["same_output"]
+def _difference_lines(runs: list[dict[str, Any]]) -> list[str]:
+    """One line for each first difference: drafters and K often part from the verifier at the same token."""
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in runs:
+        same = run["same_output"]
+        if same and same["first_difference"]:
+            place = {**same["first_difference"], "gap": None}
+            alike.setdefault((same["reference_concurrency"], *place.values()), []).append(run)
+    return [_difference_line(group) for group in alike.values()]
+
+
+def _difference_line(runs: list[dict[str, Any]]) -> str:
+    same = runs[0]["same_output"]
     first = same["first_difference"]
-    who, k, streams = _who(run)
-    gap = "" if first["gap"] is None else f" ({first['gap']:.3f} nats apart)"
-    largest = "" if same["largest_gap"] is None else f" Largest gap: {same['largest_gap']:.3f} nats."
+    who = ", ".join("{} (K {}, {} streams)".format(*_who(run)) for run in runs)
+    gaps = [run["same_output"]["first_difference"]["gap"] for run in runs]
+    largest = [run["same_output"]["largest_gap"] for run in runs]
+    apart = "" if None in gaps else f" ({max(gaps):.3f} nats apart)"
+    widest = "" if None in largest else f" Largest gap: {max(largest):.3f} nats."
     where = f"prompt {first['id']}, turn {first['turn']}, token {first['token']}"
     return (
-        f"First difference of {who} (K {k}, {streams} streams) from the verifier with "
-        f"{same['reference_concurrency']}: {where}: `{_inline(first['expected'])}` became "
-        f"`{_inline(first['found'])}`{gap}.{largest}"
+        f"First difference of {who} from the verifier with {same['reference_concurrency']}: {where}: "
+        f"`{_inline(first['expected'])}` became `{_inline(first['found'])}`{apart}.{widest}"
     )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from common import atomic_io, manifest
+from common import atomic_io, hub, manifest
 from common.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def from_args(args: argparse.Namespace, inherited: dict[str, Any] | None = None)
     name = manifest.settle("verifier", flag=args.verifier, inherited=facts.get("verifier"), default=None)
     if name is None:
         raise InputError("no verifier is known yet: pass --verifier with a folder or a hub id")
+    hub.refuse_missing_path(name, "--verifier")
     revision = args.revision or (facts.get("revision") if name == facts.get("verifier") else None)
     return Verifier(name, revision, args.trust_remote_code, tuple(args.expect_token))
 

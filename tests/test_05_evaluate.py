@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
-from common import acceptance, manifest, vllm_server
+from common import acceptance, log, manifest, vllm_server
 from common.acceptance import Counters
 from common.errors import InputError, StageError
 from common.evaluation import Answer
@@ -76,12 +77,32 @@ def test_a_server_must_be_named(run_dir, prompt_file, capsys):
     assert not run_dir.exists()
 
 
-def test_a_drafter_without_config_is_named(run_dir, prompt_file, tmp_path, capsys):
+def test_a_drafter_that_is_not_there_is_named_at_once(run_dir, prompt_file, tmp_path, capsys):
     base = ("--run-dir", run_dir, "--prompts", prompt_file, "--serve")
-    assert "no config.json" in refused(capsys, *base, "--drafter", f"x={tmp_path / 'none'}")
+    assert "no such file or folder" in refused(capsys, *base, "--drafter", f"x={tmp_path / 'none'}")
     assert "NAME=PATH" in refused(capsys, *base, "--drafter", "just-a-name")
-    assert "no config.json" in refused(capsys, *base)
+    assert "run 04_train.py first" in refused(capsys, *base)
     assert not run_dir.exists()
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in refused(capsys, *base, "--drafter", f"x={tmp_path / 'empty'}")
+
+
+def test_a_drafter_of_the_hub_is_taken_at_its_revision(tmp_path, monkeypatch):
+    """The hub's own client reads a cache of this test's making; no network is here."""
+    commits = {"main": "a" * 40, "v2": "b" * 40}
+    for ref, commit in commits.items():
+        folder = tmp_path / "models--org--head"
+        (folder / "refs").mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / ref).write_text(commit)
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "config.json").write_text(json.dumps({"ref": ref}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    newest, tagged = script.named_drafter("x=org/head"), script.named_drafter("y=org/head@v2")
+    assert (newest.name, newest.path) == ("x", str(tmp_path / "models--org--head" / "snapshots" / ("a" * 40)))
+    assert tagged.path.endswith("b" * 40)
+    assert newest.fingerprint != tagged.fingerprint
+    with pytest.raises(InputError, match="--drafter org/none is neither a file, a folder, nor a hub"):
+        script.named_drafter("z=org/none")
 
 
 def test_two_drafters_need_two_names(run_dir, prompt_file, drafter_dir, capsys):
@@ -172,6 +193,22 @@ def test_held_out_prompts_are_in_domain_and_others_are_not(run_dir, prompt_file)
     (default,) = script.read_files(parser.parse_args(["--run-dir", str(run_dir), "--max-prompts", "2"]))
     assert default.name == str(held_out)
     assert len(default.prompts) == 2
+
+
+def test_a_server_start_is_no_prompt_s_time(monkeypatch):
+    """Two prompts of a second each and a start of 100 s before either: 4 prompts left are 4 s, not 200."""
+    now = [0.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    with log.bar(6, unit="prompts", description="evaluate") as bar:
+        bar._time = lambda: now[0]
+        for left in (1, 0):
+            now[0] += 100
+            script.tell_starts(bar, 100.0, left)
+            assert bar.postfix == ("and 1 x 01:40 of server starts" if left else "")
+            now[0] += 1
+            bar.update()
+        assert bar.format_dict["rate"] == pytest.approx(1.0)
+        assert bar.format_dict["elapsed"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(

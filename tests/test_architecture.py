@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("0*.py"))
 
 # From the ground floor up; a module imports from its own floor and those below, and never in a circle.
 FLOORS = (
-    {"errors", "log", "atomic_io", "cli"},
+    {"errors", "log", "atomic_io", "cli", "hub"},
     {"manifest", "conversations", "dataset", "draft_vocab", "layouts", "sources", "split", "workers"},
     {"verifier", "checkpoint", "inference_pool", "vllm_server", "hidden_states", "demo_verifier"},
     {

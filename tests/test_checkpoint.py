@@ -246,7 +246,7 @@ def test_a_damaged_config_is_named(tmp_path: Path, content: str, message: str) -
 
 @pytest.mark.parametrize("name", ["nobody/no-such-head", "/no/such/folder", "no such/thing at/all", "./typo"])
 def test_what_is_neither_here_nor_on_the_hub_names_the_flag(name: str) -> None:
-    with pytest.raises(InputError, match=f"--finetune-from {name} is neither a file, a folder, nor a hub"):
+    with pytest.raises(InputError, match=f"--finetune-from {name}( is neither a file|: no such file)"):
         open_checkpoint(name)
-    with pytest.raises(InputError, match=f"--compare-to {name} is neither"):
+    with pytest.raises(InputError, match=f"--compare-to {name}( is neither|: no such file)"):
         open_checkpoint(name, flag="--compare-to")

@@ -22,6 +22,25 @@ def test_the_report_has_a_row_for_each_run_and_the_verdict():
     assert "* tuned against base, a at K = 2: tuned is longer (+0.444" in text
 
 
+def test_one_difference_of_several_runs_is_told_once():
+    def changed(token: int):
+        found = answers(BASE)
+        found[3].token_ids[0][token:] = [99] * (40 - token)
+        return found
+
+    found = results(
+        alone(),
+        a_run("base", changed(7), gaps={"p3": 0.1}),
+        a_run("tuned", changed(7), gaps={"p3": 0.2}),
+        a_run("third", changed(9)),
+    )
+    lines = [line for line in report.markdown(found, "a.png").splitlines() if line.startswith("First diff")]
+    assert len(lines) == 2
+    assert lines[0].startswith("First difference of base (K 2, 1 streams), tuned (K 2, 1 streams) from ")
+    assert lines[0].endswith("(0.200 nats apart). Largest gap: 0.200 nats.")
+    assert "token 9" in lines[1]
+
+
 def test_the_verifier_alone_has_a_report_too():
     text = report.markdown(results(alone(), drafters=()), "acceptance.png")
     assert "verifier alone" in text

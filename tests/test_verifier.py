@@ -325,3 +325,16 @@ def test_another_verifier_does_not_inherit_the_revision() -> None:
 def test_no_verifier_at_all_is_bad_input() -> None:
     with pytest.raises(InputError, match="pass --verifier with a folder or a hub id"):
         from_args()
+
+
+@pytest.mark.parametrize("name", ["./models/none", "/models/none", "~/none", "runs/x/none", "models/"])
+def test_a_missing_path_is_refused_at_once_and_not_sought_on_the_hub(name: str, monkeypatch) -> None:
+    monkeypatch.chdir("/")
+    args = argparse.Namespace(verifier=name, revision=None, trust_remote_code=False, expect_token=[])
+    with pytest.raises(InputError, match=f"--verifier {name}: no such file or folder"):
+        verifier.from_args(args)
+
+
+def test_a_hub_id_has_no_form_of_a_path() -> None:
+    args = argparse.Namespace(verifier=MISSING_MODEL, revision=None, trust_remote_code=False, expect_token=[])
+    assert verifier.from_args(args).name == MISSING_MODEL
