@@ -1,6 +1,7 @@
 # make demo    everything from nothing: packages, verifier, 01 -> 05, and the table (no GPU, no model hub)
 # make test    everything from nothing: packages, then all tests
-# make setup   .venv and packages only; make lint, make bench
+# make setup   .venv and packages only; make lint
+# make bench   our stages beside plain speculators: all rows, or make bench ROWS="1 2", or QUICK=1
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -21,5 +22,4 @@ lint: setup
 	mypy
 
 bench: setup
-	python -m common.demo_verifier
-	@set -e; for script in bench/*.py; do echo "== $$script"; python $$script; done
+	python -m bench $(ROWS) $(if $(QUICK),--quick)

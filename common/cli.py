@@ -118,7 +118,7 @@ def stage(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[..., 
                 args = parse(build_parser(), section, argv)
                 debug = args.debug
                 log.setup(logging.DEBUG if debug else logging.INFO)
-                _reach_loopback_directly()
+                reach_loopback_directly()
                 with _sigterm_as_interrupt():
                     return body(args) or 0
             except KeyboardInterrupt:
@@ -154,7 +154,7 @@ def _paragraph(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())} (a defect; --debug shows where)"
 
 
-def _reach_loopback_directly() -> None:
+def reach_loopback_directly() -> None:
     """A proxy of the environment does not know servers on this machine; all HTTP clients read no_proxy."""
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = dict.fromkeys([*listed.split(","), "localhost", "127.0.0.1", "::1"])

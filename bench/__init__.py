@@ -1,0 +1,1 @@
+"""Our stages beside what a user would pick instead: `make bench`."""
