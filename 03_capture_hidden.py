@@ -19,13 +19,14 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from common import atomic_io, cli, log, manifest, verifier, vllm_server
+from common import atomic_io, capture_rows, cli, log, manifest, verifier, vllm_server
 from common.capture import Capture, Rows, verify
+from common.capture_rows import Choice
 from common.errors import InputError
 from common.hidden_states import Backend, ContentCheck, HiddenStateStore
 from common.inference_pool import InferencePool
@@ -54,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="stop where a larger share (0 to 1) of the rows fails",
     )
+    capture_rows.add_arguments(rows)
 
     states = parser.add_argument_group("States")
     states.add_argument(
@@ -140,6 +142,8 @@ def main(args: argparse.Namespace) -> int:
     folder = plan.store.folder
     with atomic_io.locked(folder):
         _require_positions(plan)
+        plan = replace(plan, choice=plan.choice.fitted(plan.store))
+        plan.choice.describe(plan.store)
         _require_space(plan)
         working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
         todo = sorted(plan.rows.lengths.keys() - plan.store.done(plan.rows.lengths))
@@ -147,6 +151,7 @@ def main(args: argparse.Namespace) -> int:
             if not todo:
                 return 0
             manifest.reopen(folder)
+        plan.choice.write(folder)
         plan.store.sweep()
         _LOG.info("rows: %d = %d there + %d to do", len(plan.rows), len(plan.rows) - len(todo), len(todo))
         capture = Capture(plan.rows, plan.store, plan.content if todo else None, args.max_failure_rate)
@@ -160,13 +165,14 @@ def main(args: argparse.Namespace) -> int:
                 if manifest.replacing(folder) or not plan.store.done(plan.rows.lengths):
                     manifest.abandon(folder)
                 raise
-        record.counts = capture.counts()
+        record.counts = plan.choice.account(capture.counts())
         record.write(folder)
         _LOG.info("%s: %d rows, %s", folder, len(plan.rows), log.human_bytes(record.counts["bytes"]))
     return 0
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
+    capture_rows.check(args)
     if args.backend == "transformers":
         if args.endpoint:
             raise InputError("--backend transformers computes in this process: leave out --endpoint")
@@ -192,13 +198,14 @@ class Plan:
     Attributes:
         source: the data set's folder.
         inherited: facts of the stage that made it; none for a data set of speculators' own.
+        choice: which of its rows, and parts of rows, are captured.
         layer_ids: the three aux ids.
     """
 
     args: argparse.Namespace
     source: Path
     inherited: dict[str, Any]
-    rows: Rows
+    choice: Choice
     model: verifier.Verifier
     layer_ids: list[int]
 
@@ -206,11 +213,16 @@ class Plan:
     def settle(cls, args: argparse.Namespace) -> Plan:
         """Read the data set's and the verifier's outlines; nothing is written."""
         source = args.dataset or args.run_dir / "dataset"
-        rows = Rows.load(source).first(args.probe)
+        choice = Choice.settle(args, source)
         made = (source / manifest.NAME).exists()
         facts = manifest.read(source, "01b_generate_synthetic.py").facts if made else {}
         model = verifier.from_args(args, facts)
-        return cls(args, source, facts, rows, model, _layer_ids(args, facts, model))
+        return cls(args, source, facts, choice, model, _layer_ids(args, facts, model))
+
+    @property
+    def rows(self) -> Rows:
+        """What is captured."""
+        return self.choice.rows
 
     @property
     def dtype(self) -> str | None:
@@ -226,6 +238,7 @@ class Plan:
             "backend": self.args.backend,
             "dtype": self.dtype,
             "probe": self.args.probe,
+            **capture_rows.config(self.args),
         }
 
     @property
@@ -239,6 +252,7 @@ class Plan:
             "pre_norm": True,
             "dtype": "bfloat16",
             "backend": self.args.backend,
+            **self.choice.facts,
         }
 
     @property
@@ -318,7 +332,7 @@ def _require_space(plan: Plan) -> None:
         *(log.human_count(sum(lengths.values())), store.formula, size(whole), size(whole - missing)),
         *(size(free), store.folder),
     )
-    mend = "take fewer rows (01_prepare_data.py --max-samples)"
+    mend = "take fewer rows (--fit-disk, or 01_prepare_data.py --max-samples)"
     if missing > free:
         raise InputError(
             f"{store.folder}: {size(missing)} are still to be written and {size(free)} are free. Free some "

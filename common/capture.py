@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from tqdm import tqdm
 
+    from common.trim import Kept
+
 _LOG = log.get("capture")
 _PROBE_ROWS = 8
 _PROBE_TOKENS = 16
@@ -31,10 +33,17 @@ _RATE_DRIFT = 0.1
 
 @dataclass(frozen=True)
 class Rows:
-    """A data set's rows, loaded one by one, and the length T of each in tokens."""
+    """A data set's rows, loaded one by one.
+
+    Attributes:
+        data: the full data set.
+        lengths: row -> T, the tokens whose states are stored.
+        parts: where only parts of the data set are wanted; rows then are numbered as in it.
+    """
 
     data: datasets.Dataset
     lengths: dict[int, int]
+    parts: Kept | None = None
 
     @classmethod
     def load(cls, folder: Path) -> Rows:
@@ -48,34 +57,51 @@ class Rows:
         lengths = plain["seq_len"] if "seq_len" in data.column_names else map(len, plain["input_ids"])
         return cls(data, dict(enumerate(lengths)))
 
-    def first(self, count: int | None) -> Rows:
-        """The first `count` rows only; all of them for None."""
-        return Rows(self.data, {row: self.lengths[row] for row in list(self.lengths)[:count]})
+    def of(self, parts: Kept) -> Rows:
+        """These parts of the data set only."""
+        return Rows(self.data, dict(enumerate(parts.lengths.tolist())), parts)
+
+    def only(self, indices: Iterable[int]) -> Rows:
+        """Some of the rows, under their numbers."""
+        return replace(self, lengths={index: self.lengths[index] for index in indices})
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> CaptureRow:
-        row = self.data[index]
-        return CaptureRow(index, row["input_ids"].long(), row["loss_mask"])
+        parts = self.parts
+        row = self.data[index if parts is None else int(parts.rows[index])]
+        start = 0 if parts is None else int(parts.start[index])
+        stop = start + self.lengths[index]
+        return CaptureRow(index, row["input_ids"][:stop].long(), row["loss_mask"][:stop], start)
+
+    @property
+    def ids(self) -> list[str]:
+        """`prompt#turn` of each row of the numbering, whether it is among `lengths` or not."""
+        ids = dataset.ids(self.data)
+        return ids if self.parts is None else [ids[row] for row in self.parts.rows]
+
+    def sent(self, index: int) -> int:
+        """Tokens that are computed: all up to the last one that is kept."""
+        return self.lengths[index] + (0 if self.parts is None else int(self.parts.start[index]))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(self.lengths.values())
+        """Tokens of the longest row as it is computed."""
+        return max(self.sent(index) for index in self.lengths)
 
     def tokens(self, indices: Iterable[int]) -> int:
-        """Tokens of these rows together."""
-        return sum(self.lengths[index] for index in indices)
+        """Tokens that are computed for these rows together."""
+        return sum(self.sent(index) for index in indices)
 
     def longest_first(self, indices: Iterable[int]) -> Iterator[CaptureRow]:
         """Batches of like rows, and what does not fit fails at once instead of at the end."""
-        return (self[index] for index in sorted(indices, key=lambda i: (-self.lengths[i], i)))
+        return (self[index] for index in sorted(indices, key=lambda i: (-self.sent(i), i)))
 
     def to_judge_by(self, indices: Iterable[int]) -> list[int]:
         """The shortest rows that have enough tokens to tell right states from wrong ones."""
         enough = [index for index in indices if self.lengths[index] >= _PROBE_TOKENS]
-        return sorted(enough, key=lambda i: (self.lengths[i], i))[:_PROBE_ROWS]
+        return sorted(enough, key=lambda i: (self.sent(i), i))[:_PROBE_ROWS]
 
 
 @dataclass
@@ -172,7 +198,7 @@ class Capture:
             "written": len(there),
             "failed": len(missing),
             "failures": {str(index): why for index, why in missing.items()},
-            "tokens": self._rows.tokens(there),
+            "tokens": sum(self._rows.lengths[index] for index in there),
             "bytes": sum(self._store.path(index).stat().st_size for index in there),
             "content": {"hits": self._tally.hits, "looked_at": self._tally.looked_at},
         }
@@ -246,7 +272,7 @@ def verify(rows: Rows, store: HiddenStateStore, content: ContentCheck | None, co
     tally, bad = Tally(), {}
 
     def check(index: int) -> tuple[int, Damaged | None]:
-        row = rows[index]
+        row = rows[index].kept
         try:
             token_ids, states = store.read(index)
             check_ids(token_ids, row.token_ids)

@@ -63,10 +63,11 @@ class TransformersBackend:
     def _keep(
         self, row: CaptureRow, states: torch.Tensor, predicted: torch.Tensor | None, check: Check
     ) -> Outcome:
+        kept, states = row.kept, states[row.start :]
         try:
-            self._store.check_form(row.token_ids, states)
-            check(row, states, predicted)
-            self._store.write(row.index, row.token_ids, states)
+            self._store.check_form(kept.token_ids, states)
+            check(kept, states, None if predicted is None else predicted[row.start :])
+            self._store.write(row.index, kept.token_ids, states)
         except Damaged as error:
             return error
         return None

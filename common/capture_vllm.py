@@ -65,7 +65,7 @@ class VllmBackend:
         file = self._server_file(answer)
         _wait_until_written(file)
         with self.store.adopting(row, file) as states:
-            check(row, states, _predictions(answer) if predict else None)
+            check(row.kept, states, _predictions(answer)[row.start :] if predict else None)
 
     def _server_file(self, answer: dict[str, Any]) -> Path:
         """The file that the server names, if it may be touched.

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -38,7 +38,7 @@ class TrainingRow(TypedDict):
     source: str
 
 
-def write(folder: Path, rows: Iterable[TrainingRow]) -> int:
+def write(folder: Path, rows: Iterable[TrainingRow], more: Sequence[str] = ()) -> int:
     """Stream rows into a data set in `folder`, in constant memory; whole or absent.
 
     The files are built in a subfolder and moved; `state.json`, without which nothing loads, comes last.
@@ -47,6 +47,7 @@ def write(folder: Path, rows: Iterable[TrainingRow]) -> int:
     Args:
         folder: usually `RUN/dataset`.
         rows: any iterable, read once.
+        more: further columns of the rows, integers.
 
     Returns:
         The number of rows.
@@ -67,6 +68,7 @@ def write(folder: Path, rows: Iterable[TrainingRow]) -> int:
             "seq_len": datasets.Value("int32"),
             "id": datasets.Value("string"),
             "source": datasets.Value("string"),
+            **{name: datasets.Value("int32") for name in more},
         }
     )
     building = folder / ".building"
@@ -129,6 +131,12 @@ def load(folder: Path) -> datasets.Dataset:
     if absent:
         raise InputError(f"{folder} has no column {', '.join(sorted(absent))}; found {rows.column_names}")
     return rows.with_format("torch")
+
+
+def ids(rows: datasets.Dataset) -> list[str]:
+    """The `id` of each row; its number in a data set that has none."""
+    plain = rows.with_format(None)
+    return list(plain["id"]) if "id" in plain.column_names else [str(row) for row in range(len(plain))]
 
 
 def _check(row: TrainingRow) -> None:

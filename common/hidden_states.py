@@ -56,11 +56,18 @@ class CaptureRow:
         index: in the data set.
         token_ids: [T] int64.
         loss_mask: [T], nonzero where the token is supervised.
+        start: the first position that is kept; those before it are computed and left out.
     """
 
     index: int
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
+    start: int = 0
+
+    @property
+    def kept(self) -> CaptureRow:
+        """The row as it is checked and stored, [T - start]."""
+        return CaptureRow(self.index, self.token_ids[self.start :], self.loss_mask[self.start :])
 
 
 Outcome = StageError | None
@@ -77,9 +84,9 @@ class Backend(Protocol):
 
         Args:
             rows: longest first, drawn lazily.
-            check: called off the event loop with the row, its states [T, A+1, H] bfloat16 and, with
-                `predict`, the verifier's own most likely next tokens [T-1] int64; where it raises, nothing
-                is stored.
+            check: called off the event loop with the kept part of the row, its states [T, A+1, H] bfloat16
+                and, with `predict`, the verifier's own most likely next tokens [T-1] int64; where it raises,
+                nothing is stored.
             predict: let the verifier say what it predicts after each token.
 
         Yields:
@@ -168,7 +175,7 @@ class HiddenStateStore:
             file: gone afterwards, whether it was taken or not.
 
         Yields:
-            [T, A+1, H] bfloat16; when the block raises, nothing is kept.
+            [T - start, A+1, H] bfloat16; when the block raises, nothing is kept.
 
         Raises:
             Damaged: it cannot be read, holds another row, or `check_form` fails.
@@ -179,7 +186,8 @@ class HiddenStateStore:
         with self._naming_a_full_disk(), self._taken_over(row, file) as mine:
             token_ids, states = self._load(mine)
             check_ids(token_ids, row.token_ids)
-            rewrite = states.dtype != torch.bfloat16
+            token_ids, states = token_ids[row.start :], states[row.start :]
+            rewrite = states.dtype != torch.bfloat16 or row.start > 0
             states = states.to(torch.bfloat16)
             self.check_form(token_ids, states)
             yield states

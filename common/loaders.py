@@ -19,7 +19,7 @@ from speculators.models.eagle3.data import shift_batch
 from speculators.train import dataloader
 from torch.utils.data import DataLoader
 
-from common import acceptance, dataset, log
+from common import acceptance, dataset, log, partition, trim
 from common.acceptance import Acceptance
 from common.errors import InputError, StageError
 from common.hidden_states import HiddenStateStore
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _LOG = log.get("loaders")
 _PREFETCH = 4
-_ROWS_AT_ONCE = 1000
 _FLEX_BLOCK = 128
 Rows = NDArray[np.int64]
 
@@ -86,9 +85,8 @@ class TrainingRows:
                 "such rows). Run 03_capture_hidden.py again; it captures what is missing."
             )
         sources = plain["source"] if "source" in plain.column_names else ["all"] * len(rows)
-        ids = plain["id"] if "id" in plain.column_names else [str(row) for row in lengths]
         unsupervised = _rows_without_loss(rows, total_seq_len)
-        boundary = _boundary(list(ids), eval_ratio)
+        boundary = partition.held_out_from(dataset.ids(rows), eval_ratio)
         found = cls(folder, store, list(sources), boundary, np.array(failed, np.int64), unsupervised)
         for name, part in (("trained", found.trained), ("held-out", found.held_out)):
             if not len(part):
@@ -167,23 +165,8 @@ class TrainingRows:
 
 def _rows_without_loss(rows: datasets.Dataset, total_seq_len: int) -> Rows:
     """Rows whose part that fits a batch has no loss; position 0 never has: nothing predicts it."""
-    found, first = [], 0
-    for table in rows.select_columns(["loss_mask"]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
-        column = table["loss_mask"].combine_chunks()
-        ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
-        masks = np.split(column.flatten().to_numpy(zero_copy_only=False), ends[:-1])
-        found += [first + row for row, mask in enumerate(masks) if not mask[1 : total_seq_len + 1].any()]
-        first += len(masks)
+    found = [row for row, mask in enumerate(trim.masks(rows)) if not mask[1 : total_seq_len + 1].any()]
     return np.array(found, np.int64)
-
-
-def _boundary(ids: list[str], eval_ratio: float) -> int:
-    """First held-out row, moved so that no conversation has turns (`prompt#turn`) on both sides."""
-    boundary = min(max(round(len(ids) * (1 - eval_ratio)), 1), len(ids) - 1)
-    prompts = [row.rpartition("#")[0] or row for row in ids]
-    while 0 < boundary < len(ids) and prompts[boundary] == prompts[boundary - 1]:
-        boundary -= 1
-    return boundary
 
 
 def _start_worker(worker_id: int) -> None:

@@ -21,10 +21,14 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("0*.py"))
 # From the ground floor up; a module imports from its own floor and those below, and never in a circle.
 FLOORS = (
     {"errors", "log", "atomic_io", "cli", "hub"},
-    {"manifest", "conversations", "dataset", "draft_vocab", "layouts", "sources", "split", "workers"},
+    {
+        *("manifest", "conversations", "dataset", "draft_vocab", "layouts", "sources", "split", "workers"),
+        *("partition", "trim"),
+    },
     {"verifier", "checkpoint", "inference_pool", "vllm_server", "hidden_states", "demo_verifier"},
     {
         *("chat", "responses", "generation", "capture", "capture_vllm", "capture_transformers"),
+        "capture_rows",
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
         *("acceptance", "processes", "train_inputs", "train_metrics"),
     },
