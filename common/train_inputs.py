@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import manifest, verifier
+from common import manifest, trim, verifier
 from common.draft_vocab import DraftVocab, Ids, read_array
 from common.verifier import Verifier
 
@@ -35,6 +35,13 @@ class Inputs:
     token_counts: Ids | None
     fingerprints: dict[str, str]
     accepted_stale: list[str]
+
+    @property
+    def rows(self) -> Path:
+        """The data set that the states belong to: `dataset/`, or what 03 left of it (--trim, --fit-disk)."""
+        return (
+            self.folder / "hidden_states" / trim.FOLDER if "rows" in self.facts else self.folder / "dataset"
+        )
 
     @classmethod
     def settle(cls, args: argparse.Namespace) -> Inputs:

@@ -71,7 +71,7 @@ class Start:
         torch.manual_seed(args.seed)
         model, plan, vocab = _build(args, inputs)
         rows = TrainingRows.open(
-            inputs.folder / "dataset",
+            inputs.rows,
             HiddenStateStore(inputs.folder / "hidden_states", inputs.model.hidden_size),
             failed=inputs.failed,
             total_seq_len=args.total_seq_len,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,6 +202,9 @@ def test_a_disk_that_is_too_small_is_refused(
         (["--backend", "vllm", "--serve", "--shared-folder", "/tmp/x"], "belongs to a server of --endpoint"),
         (["--endpoint", "http://127.0.0.1:9"], "leave out --endpoint"),
         (["--dataset", "/nowhere"], "/nowhere does not exist"),
+        (["--context", "64"], "pass --trim as well"),
+        (["--trim", "--context", "4"], "must be at least 16"),
+        (["--trim", "--probe", "8"], "leave out --trim"),
     ],
 )
 def test_contradictions_are_named(
@@ -412,6 +416,87 @@ def test_batches_hold_rows_times_the_longest_within_the_limit() -> None:
     assert shapes([50, 40, 30, 10, 10], 100) == [[50, 40], [30, 10, 10]]
     assert shapes([500, 40], 100) == [[500], [40]]
     assert shapes([], 100) == []
+
+
+# --------------------------------------------------------------------------------------------------------
+# Less than everything
+
+
+def tailed(run_dir: Path, tiny: Path) -> list[list[int]]:
+    """`TEXTS` with five tokens of tail behind the supervised ones, and a row that has none of these."""
+    rows = write_rows(run_dir / "plain", tiny)
+    masks = [[0] * 6 + [1] * (len(ids) - 11) + [0] * 5 for ids in rows]
+    masks[1] = [0] * len(rows[1])
+    dataset.write(
+        run_dir / "dataset",
+        (
+            {"input_ids": ids, "loss_mask": mask, "seq_len": len(ids), "id": f"{row}#0", "source": "test"}
+            for row, (ids, mask) in enumerate(zip(rows, masks, strict=True))
+        ),
+    )
+    return rows
+
+
+def test_trimmed_states_are_those_of_the_whole_rows(
+    here: Sequence[str | Path], states: Path, tiny: Path, run_dir: Path
+) -> None:
+    shutil.rmtree(run_dir)
+    rows = tailed(run_dir, tiny)
+    assert stage(*here) == 0
+    whole = [HiddenStateStore(states, H).read(row)[1] for row in range(4)]
+    assert stage(*here, "--overwrite", "--trim", "--context", "16") == 0
+    for number, row in enumerate((0, 2, 3)):  # the first supervised token is the seventh: nothing to cut
+        ids, trimmed = HiddenStateStore(states, H).read(number)
+        assert ids.tolist() == rows[row][:-5]
+        assert torch.allclose(trimmed.float(), whole[row][:-5].float(), rtol=0.02, atol=0.02)
+    made = manifest.read(states, "03")
+    assert (made.counts["read"], made.counts["written"]) == (4, 3)
+    assert made.counts["dropped"] == {"no_supervised_token": 1}
+    assert (
+        made.counts["tokens"] == made.counts["trimmed"]["written"] == sum(map(len, rows)) - len(rows[1]) - 15
+    )
+    assert stage(*here, "--trim", "--context", "16", "--verify") == 0
+    kept = (states / "rows" / "manifest.json").stat().st_mtime_ns
+    (states / "hs_1.safetensors").unlink()
+    assert stage(*here, "--trim", "--context", "16") == 0
+    assert (states / "hs_1.safetensors").exists()
+    assert (states / "rows" / "manifest.json").stat().st_mtime_ns == kept
+
+
+def test_context_is_computed_with_all_that_stands_before_it(
+    here: Sequence[str | Path], states: Path, tiny: Path, run_dir: Path
+) -> None:
+    shutil.rmtree(run_dir)
+    rows = write_rows(run_dir / "dataset", tiny, [TEXTS[3] * 2])  # the first quarter is its prompt
+    assert stage(*here) == 0
+    whole = HiddenStateStore(states, H).read(0)[1]
+    assert stage(*here, "--overwrite", "--trim", "--context", "16") == 0
+    ids, part = HiddenStateStore(states, H).read(0)
+    start = len(rows[0]) // 4 - 16
+    assert start > 16
+    assert ids.tolist() == rows[0][start:]
+    assert torch.equal(part, whole[start:])
+    assert stage(*here, "--trim", "--context", "16", "--verify") == 0
+
+
+def test_conversations_that_fit_are_taken_and_stay_chosen(
+    here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage(*here, "--max-disk", "0.0003") == 2
+    assert "take fewer rows (--fit-disk" in capsys.readouterr().err
+    assert stage(*here, "--max-disk", "0.0003", "--fit-disk") == 0
+    made = manifest.read(states, "03")
+    # By the hash of their ids: 3 (4e07...), 0 (5fec...), 1 (6b86...), and 2 (d473...) finds no room.
+    assert dataset.load(states / "rows").with_format(None)["row"] == [0, 1, 3]
+    assert made.counts["dropped"] == {"no_supervised_token": 0, "no_space": 1}
+    assert made.counts["bytes"] < 300_000
+    # More room changes nothing any more.
+    assert stage(*here, "--max-disk", "1", "--fit-disk") == 0
+    assert manifest.read(states, "03").counts["written"] == 3
+    assert stage(*here, "--max-disk", "1") == 2
+    assert "--fit-disk was True, now None" in capsys.readouterr().err
+    assert stage(*here, "--max-disk", "0.00001", "--fit-disk", "--overwrite") == 2
+    assert "not one conversation" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------
