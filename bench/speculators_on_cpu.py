@@ -1,0 +1,44 @@
+"""`speculators` with the least that lets `speculators train` run, and finetune, on a machine without a GPU.
+
+    python bench/speculators_on_cpu.py train --from-pretrained converted --draft-attn-impl sdpa ...
+
+Everything that is patched stands in `patch`, so that nothing else separates these runs from plain speculators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def patch() -> None:
+    """Four changes to speculators 0.9.0. The first three are for the CPU, the last is a present to it."""
+    import torch
+    from speculators.model import DraftVocabMixin
+    from speculators.train import distributed, trainer
+
+    # 1. Model and batches are moved to `_local_rank`, GPU 0 without an accelerator.
+    distributed._local_rank = torch.device("cpu")  # type: ignore[assignment]
+    # 2. The step timer synchronizes an accelerator.
+    torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
+
+    # 3. Mixed precision is asked for on "cuda" where there is no accelerator, which is none at all.
+    class CpuTrainer(trainer.Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.device_type = "cpu"
+
+    trainer.Trainer = CpuTrainer  # type: ignore[misc]
+
+    # 4. `convert` leaves out an embedding that the head has not, and `from_pretrained` takes what happens to
+    # lie in memory for it. No figure can be made of that: the embedding is the verifier's, as the head expects.
+    def load_verifier_weights(self: Any) -> None:
+        self._load_verifier_weights(overwrite_embed_tokens=True)
+
+    DraftVocabMixin.load_verifier_weights = load_verifier_weights  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    patch()
+    from speculators.cli import app
+
+    app()
