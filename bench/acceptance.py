@@ -3,10 +3,10 @@
     python -m bench.acceptance             # 25 minutes on two cores
     python -m bench.acceptance --quick     # does it work: three minutes
 
-The head ../shared/checkpoints/smollm2-eagle3-midlayer was trained on answers to prompts_t0. 01 to 03 make rows of
-another domain (prompts_self_instruct) and a draft vocabulary for it; each side then trains on these rows, as many
-steps of as many tokens, at the settings that were best for it (the search is in this folder's README.md). 05 serves
-every drafter on prompts that no side has seen, at temperature 0; vLLM counts.
+The head ../shared/checkpoints/smollm2-eagle3-midlayer was trained on answers to prompts_t0. 01 to 03 make
+rows of another domain (prompts_self_instruct) and a draft vocabulary for it; each side then trains on these
+rows, as many steps of as many tokens, at the settings that were best for it (the search is in this folder's
+README.md). 05 serves every drafter on prompts that no side has seen, at temperature 0; vLLM counts.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ def train_all(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
     return drafters
 
 
-def finetune_by_speculators(
-    args: argparse.Namespace, folder: Path, name: str, recipe: Sequence[str]
-) -> Path:
+def finetune_by_speculators(args: argparse.Namespace, folder: Path, name: str, recipe: Sequence[str]) -> Path:
     """`speculators train --from-pretrained` on the same rows with the same map; its last checkpoint.
 
     Args:

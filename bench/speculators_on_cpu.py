@@ -1,8 +1,8 @@
 """`speculators` with the least that lets `speculators train` run, and finetune, on a machine without a GPU.
 
-    python bench/speculators_on_cpu.py train --from-pretrained converted --draft-attn-impl sdpa ...
+    python -m bench.speculators_on_cpu train --from-pretrained converted --draft-attn-impl sdpa ...
 
-Everything that is patched stands in `patch`, so that nothing else separates these runs from plain speculators.
+Everything that is patched stands in `patch`: nothing else separates these runs from plain speculators.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def patch() -> None:
 
     trainer.Trainer = CpuTrainer  # type: ignore[misc]
 
-    # 4. `convert` leaves out an embedding that the head has not, and `from_pretrained` takes what happens to
-    # lie in memory for it. No figure can be made of that: the embedding is the verifier's, as the head expects.
+    # 4. `convert` leaves out an embedding that the head has not, and `from_pretrained` then takes whatever
+    # lies in memory for it. No figure can be made of that: it gets the verifier's, as the head expects.
     def load_verifier_weights(self: Any) -> None:
         self._load_verifier_weights(overwrite_embed_tokens=True)
 

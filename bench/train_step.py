@@ -3,9 +3,9 @@
     python -m bench.train_step             # two shapes, half a minute each
     python -m bench.train_step --quick     # does it work
 
-Both sides get the same packed batches, each for its own copy of one model: while 04's Trainer waits for its next
-batch, the bare loop makes the step that the Trainer has just made, or is about to make. The weights are random, the
-states too; a step does not know the difference.
+Both sides get the same packed batches, each for its own copy of one model: while 04's Trainer waits for its
+next batch, the bare loop makes the step that the Trainer has just made, or is about to make. Weights and
+states are random, which a step does not notice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, get_cosine_schedule_with_warmup
 
 from bench import measure
-from common import dataset, training
+from common import dataset, processes, training
 from common.acceptance import Acceptance
 from common.hidden_states import HiddenStateStore
 from common.loaders import TrainingRows
@@ -174,14 +174,15 @@ class NothingHeldOut:
     """The Trainer measures at its end; that is no part of a step."""
 
     def by_source(self, _: Eagle3DraftModel) -> dict[str, Acceptance]:
+        """One draft, nothing accepted."""
         return {"bench": Acceptance(1, (0,))}
 
 
 def settings_of(steps: int) -> Settings:
     """04's own defaults, for so many steps."""
     parser = import_module("04_train").build_parser()
-    defaults = {field.name: parser.get_default(field.name) for field in fields(Settings)}
-    return replace(Settings(**defaults | {"lr": 1e-3}), epochs=1, max_steps=steps, save_every=10**9)
+    flags = ["--lr", "1e-3", "--epochs", "1", "--max-steps", str(steps), "--save-every", str(10**9)]
+    return Settings.of(parser.parse_args(flags))
 
 
 def write_rows(folder: Path, shape: Shape, count: int) -> TrainingRows:
@@ -230,7 +231,7 @@ def run(shape: Shape, steps: int, folder: Path, dtype: torch.dtype) -> InTurns:
 def main() -> None:
     """Measure both shapes and print the lines."""
     args = measure.begin(measure.parser(__doc__, rows=40, quick=6, rounds=1))
-    _, dtype = training.start("cpu")
+    _, dtype = processes.start("cpu")
     lines = []
     for shape in SHAPES:
         with measure.scratch() as folder:
