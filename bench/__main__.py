@@ -21,6 +21,8 @@ SCRIPTS = {
     "2": "vocab",
     "3": "generate",
     "4": "capture",
+    "6": "train_step",
+    "7": "acceptance",
 }
 
 
