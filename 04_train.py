@@ -96,6 +96,13 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("specforge",),
         help="also write RUN/specforge/ in the midlayer layout, which SGLang and SpecForge load",
     )
+    run.add_argument(
+        "--load-test",
+        action=flag,
+        default=True,
+        help="where vLLM is installed, let it load the finished drafter on the CPU; what it refuses fails "
+        "the stage",
+    )
     verifier.add_arguments(parser)
     return parser
 

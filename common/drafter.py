@@ -101,6 +101,8 @@ def new_config(
         fc_norm=fc_norm,
         norm_output=norm_output,
         eagle_aux_hidden_state_layer_ids=list(layer_ids),
+        # speculators' own verifier block has no place for it.
+        verifier_revision=verifier.commit,  # type: ignore[call-arg]
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=speculative_tokens)],

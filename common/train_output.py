@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 
-from common import acceptance, atomic_io, drafter, log, manifest
+from common import acceptance, atomic_io, drafter, load_test, log, manifest
 from common.acceptance import Acceptance
 from common.errors import InputError
 from common.train_checkpoints import newest_step
@@ -97,6 +97,8 @@ class Output:
         """Write the best drafter, in bfloat16, and what it is worth beside its start."""
         _show(start.step0, outcome)
         drafter.save(start.model, self.drafter)
+        if self._args.load_test:
+            load_test.require_loadable(self.drafter, start.model, self._verifier)
         record = self._record
         record.facts |= {
             "d2t": start.vocab.fingerprint,

@@ -104,6 +104,11 @@ class Verifier:
             raise InputError(f"{self._said}: its config cannot be read: {error}") from error
 
     @property
+    def commit(self) -> str | None:
+        """The commit of a hub's verifier that was read; the revision asked for, where none is known."""
+        return getattr(self._outer_config, "_commit_hash", None) or self.revision
+
+    @property
     def _said(self) -> str:
         """The flag with its value; a mistyped path has the form of a hub id, and is looked for there."""
         missing = "" if Path(self.name).is_dir() else " (no such folder, so a hub id)"

@@ -16,11 +16,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import atomic_io, manifest
+from common import atomic_io, load_test, manifest
 from tests.conftest import ROOT, load_script
 
 TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "32", "--intermediate-size", "64"]
-SHORT = ["--total-seq-len", "256", "--eval-ratio", "0.1", "--lr", "1e-3", "--epochs", "2", "--max-steps", "7"]
+# vLLM loads the result in one test; each such load takes ten seconds.
+SHORT = [
+    "--no-load-test",
+    "--total-seq-len",
+    "256",
+    "--eval-ratio",
+    "0.1",
+    "--lr",
+    "1e-3",
+    "--epochs",
+    "2",
+    "--max-steps",
+    "7",
+]
 # bfloat16 on a Zen 4; float32 is within 0.2 % of these.
 KNOWN_LOSSES = [20.2913, 17.5943, 22.4187, 15.0918, 18.7516, 15.1931, 18.6501]
 PUBLIC = ["--draft-vocab", "checkpoint", "--total-seq-len", "512", "--eval-ratio", "0.1"]
@@ -219,6 +232,33 @@ def test_a_failed_start_can_be_followed_by_other_settings(source: Path, tmp_path
     run = tmp_path / "run"
     assert train(run, source, "--finetune-from", str(tmp_path / "nowhere")) != 0
     assert train(run, source, "--max-steps", "1") == 0
+
+
+def test_a_drafter_that_vllm_refuses_is_not_finished(
+    source: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """Only vLLM's answer is made up; see test_load_test.py for what it says of real folders."""
+    run = tmp_path / "run"
+    flags = ["--max-steps", "1", "--revision", "v1"]
+    answer = {"version": "0", "tensors": {}, "failed": "ValueError: Unknown RoPE scaling type spiral"}
+    with monkeypatch.context() as faulty:
+        faulty.setattr(load_test, "_ask_vllm", lambda *_: answer)
+        assert train(run, source, *flags, "--load-test") == 1
+    error = capsys.readouterr().err
+    assert "does not load in vLLM 0 as it was trained: vLLM: ValueError: Unknown RoPE scaling type" in error
+    assert not (run / "drafter" / manifest.NAME).exists()
+    # Without a new step, once the cause is mended.
+    assert train(run, source, *flags) == 0
+    assert sorted(metrics(run, "train")) == [1]
+    config = json.loads((run / "drafter" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
+    assert config["norm_before_residual"] is False
+    assert config["transformer_layer_config"]["rope_parameters"] == {
+        "rope_type": "default",
+        "rope_theta": 100000.0,
+    }
+    assert config["speculators_config"]["verifier"]["name_or_path"].endswith("smollm2-135m-instruct")
+    assert config["verifier_revision"] == "v1"
 
 
 def test_dry_run_of_the_public_head_reports_and_writes_nothing_else(

@@ -28,7 +28,7 @@ FLOORS = (
     {"verifier", "checkpoint", "inference_pool", "vllm_server", "hidden_states", "demo_verifier"},
     {
         *("chat", "responses", "generation", "capture", "capture_vllm", "capture_transformers"),
-        "capture_rows",
+        *("capture_rows", "load_test"),
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
         *("acceptance", "processes", "train_inputs", "train_metrics"),
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -157,5 +158,7 @@ def test_two_processes_train_one_drafter_and_measure_as_one(
     made = manifest.read(tmp_path / "run" / "drafter", "04_train.py")
     assert made.counts["steps"] == 2
     assert done.stderr.count("drafter: done") == 1
+    if importlib.util.find_spec("vllm"):
+        assert done.stderr.count("drafter: loads in vLLM") == 1
     rows = atomic_io.read_json_lines(tmp_path / "run" / "checkpoints" / "metrics.jsonl")
     assert [row["step"] for row in rows if "train" in row] == [1, 2]
