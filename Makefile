@@ -22,4 +22,5 @@ lint: setup
 	mypy
 
 bench: setup
+	python -m common.demo_verifier
 	python -m bench $(ROWS) $(if $(QUICK),--quick)

@@ -23,6 +23,8 @@ SCRIPTS = {
     "4": "capture",
     "6": "train_step",
     "7": "acceptance",
+    "8": "memory",
+    "9": "growth",
 }
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,8 @@ from common import atomic_io, dataset
 
 if TYPE_CHECKING:
     from common.verifier import Verifier
+
+_DRAWN = 1000  # different rows; they are written again and again, as drawing takes longer than counting
 
 
 def write_conversations(file: Path, count: int, model: Verifier) -> None:
@@ -75,28 +76,24 @@ def write_rows(folder: Path, tokens: int, model: Verifier) -> int:
     random_ids = np.random.default_rng(0)
     # Frequency falls with rank as in text, and ranks lie anywhere in the vocabulary.
     spread = random_ids.permutation(vocab_size)
-    written = 0
 
-    def rows() -> Iterator[dataset.TrainingRow]:
-        nonlocal written
-        for number in itertools.count():
-            if written >= tokens:
-                return
-            length = int(random_ids.integers(200, 2001))
-            ranks = np.minimum(random_ids.zipf(1.2, length) - 1, vocab_size - 1)
-            ids = spread[ranks]
-            ids[-1] = stop[number % len(stop)]
-            mask = np.arange(length) >= length // 4
-            written += length
-            yield {
-                "input_ids": ids.tolist(),
-                "loss_mask": mask.astype(int).tolist(),
-                "seq_len": length,
-                "id": f"{number}#0",
-                "source": "bench",
-            }
+    def row() -> dataset.TrainingRow:
+        length = int(random_ids.integers(200, 2001))
+        ids = spread[np.minimum(random_ids.zipf(1.2, length) - 1, vocab_size - 1)]
+        ids[-1] = stop[length % len(stop)]
+        mask = np.arange(length) >= length // 4
+        return {
+            "input_ids": ids.tolist(),
+            "loss_mask": mask.astype(int).tolist(),
+            "seq_len": length,
+            "id": "bench#0",
+            "source": "bench",
+        }
 
-    dataset.write(folder, rows())
+    drawn = [row() for _ in range(_DRAWN)]
+    lengths = itertools.accumulate(drawn[number % _DRAWN]["seq_len"] for number in itertools.count())
+    count, written = next((number + 1, total) for number, total in enumerate(lengths) if total >= tokens)
+    dataset.write(folder, (drawn[number % _DRAWN] for number in range(count)))
     return written
 
 

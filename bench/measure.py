@@ -134,10 +134,14 @@ def command(arguments: Sequence[object], log_file: Path, **environment: str) -> 
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and all below it; shared pages count once where the system tells them."""
+    """Resident memory of a process and all below it, shared pages counted once.
+
+    The sum of what each holds alone, and the most that one of them shares. (Linux' own proportional size is
+    also divided by processes that are not of these, such as a server that maps the same libraries.)
+    """
     import psutil
 
-    total = 0
+    alone, shared = 0, 0
     try:
         top = psutil.Process(pid)
         processes = [top, *top.children(recursive=True)]
@@ -148,8 +152,9 @@ def resident_bytes(pid: int) -> int:
             memory = process.memory_full_info()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-        total += getattr(memory, "pss", 0) or memory.rss
-    return total
+        alone += memory.uss
+        shared = max(shared, memory.rss - memory.uss)
+    return alone + shared
 
 
 @contextmanager
@@ -227,7 +232,7 @@ class Line:
     """One line of the table.
 
     Attributes:
-        row: of the issue's table.
+        row: of the table in this folder's README.md.
         what: the work, with its size.
         ours: our figure with its unit.
         beside: the other side's, and whose it is.
@@ -235,7 +240,7 @@ class Line:
         goal: `<= 0.5`, `>= 0.95`; empty where none is set.
     """
 
-    row: int
+    row: int | str
     what: str
     ours: str
     beside: str

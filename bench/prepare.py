@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from bench.measure import Spent
 
+_LONGEST = 2048  # tokens of a row; none comes near it
+
 
 def main() -> None:
     """Measure and report."""
@@ -53,15 +55,15 @@ def main() -> None:
 
 def ours(data: Path, model: Verifier, run_dir: Path) -> Spent:
     """Stage 01 as its user runs it, with its default number of processes."""
-    flags = ("--answers", "keep", "--eval-prompts", 0, "--verifier", model.name, "--run-dir", run_dir)
-    command = (sys.executable, "01_prepare_data.py", "--dataset", data, *flags)
+    what = ("--dataset", data, "--answers", "keep", "--eval-prompts", 0, "--max-length", _LONGEST)
+    command = (sys.executable, "01_prepare_data.py", *what, "--verifier", model.name, "--run-dir", run_dir)
     return measure.command(command, run_dir.with_suffix(".log"))
 
 
 def theirs(data: Path, model: Verifier, url: str, output: Path) -> Spent:
     """prepare-data with its defaults; `datasets` gets a fresh cache, or the second round would read less."""
-    flags = ("--render-endpoint", url.removesuffix("/v1"), "--output", output)
-    command = (*measure.SPECULATORS, "prepare-data", "--model", model.name, "--data", data, *flags)
+    what = ("--data", data, "--render-endpoint", url.removesuffix("/v1"), "--seq-length", _LONGEST)
+    command = (*measure.SPECULATORS, "prepare-data", *what, "--model", model.name, "--output", output)
     cache = output.with_suffix(".cache")
     return measure.command(command, output.with_suffix(".log"), HF_DATASETS_CACHE=str(cache))
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.train import distributed
 from speculators.train.optimizers import build_optimizers
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, get_cosine_schedule_with_warmup
@@ -34,7 +35,7 @@ from common.loaders import TrainingRows
 from common.training import Settings
 
 _TOKENS = 512  # of a packed batch, the demo's
-_ROW_TOKENS = 250
+_ROWS_A_STEP = 2
 _THROWN_AWAY = 3  # first steps: memory is allocated, kernels are chosen
 _GOAL, _WAIT_GOAL = "<= 1.02", "<= 0.02"
 
@@ -112,8 +113,9 @@ class BareLoop:
     def step(self, batch: dict[str, Any]) -> float:
         """Make a step and return its seconds."""
         begun = time.perf_counter()
-        inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+        device = next(self.model.parameters()).device
+        inputs = {name: value.to(device) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             _, loss, _ = self.model(**inputs, **self.arguments)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -123,6 +125,8 @@ class BareLoop:
             optimizer.step()
         for scheduler in self.schedulers:
             scheduler.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - begun
 
 
@@ -152,6 +156,14 @@ class InTurns:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def kept(self) -> tuple[list[float], list[float], list[float]]:
+        """`ours`, `beside` and `waited` of the steps that count.
+
+        The last step ends in a checkpoint, and the Trainer asks for no batch after it.
+        """
+        kept = slice(_THROWN_AWAY, len(self.ours))
+        return self.ours[kept], self.beside[kept], self.waited[kept]
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
         while True:
@@ -165,6 +177,8 @@ class InTurns:
                 self.beside.append(self.bare.step(batch))
             begun = time.perf_counter()
             yield batch
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             self.ours.append(time.perf_counter() - begun)
             if not bare_first:
                 self.beside.append(self.bare.step(batch))
@@ -185,46 +199,59 @@ def settings_of(steps: int) -> Settings:
     return Settings.of(parser.parse_args(flags))
 
 
-def write_rows(folder: Path, shape: Shape, count: int) -> TrainingRows:
-    """Rows with random tokens and states, half of each supervised."""
+def write_rows(folder: Path, shape: Shape, steps: int, tokens: int) -> TrainingRows:
+    """Rows with random tokens and states for so many steps of so many tokens, half of each supervised."""
+    count = _ROWS_A_STEP * (steps + 2) + 1
+    length = tokens // _ROWS_A_STEP - 6
     draw = torch.Generator().manual_seed(0)
     states = folder / "hidden_states"
     states.mkdir(parents=True)
     rows: list[dataset.TrainingRow] = []
     for number in range(count):
-        ids = torch.randint(shape.vocab, (_ROW_TOKENS,), generator=draw)
-        drawn = torch.randn(_ROW_TOKENS, 4, shape.hidden, generator=draw).to(torch.bfloat16)
+        ids = torch.randint(shape.vocab, (length,), generator=draw)
+        drawn = torch.randn(length, 4, shape.hidden, generator=draw).to(torch.bfloat16)
         save_file({"hidden_states": drawn, "token_ids": ids}, states / f"hs_{number}.safetensors")
-        half = _ROW_TOKENS // 2
-        mask = [0] * half + [1] * (_ROW_TOKENS - half)
+        mask = [0] * (length // 2) + [1] * (length - length // 2)
         rows.append(
             {
                 "input_ids": ids.tolist(),
                 "loss_mask": mask,
-                "seq_len": _ROW_TOKENS,
+                "seq_len": length,
                 "id": str(number),
                 "source": "bench",
             }
         )
     dataset.write(folder / "dataset", rows)
     store = HiddenStateStore(states, shape.hidden)
-    return TrainingRows.open(
-        folder / "dataset", store, failed=[], total_seq_len=_TOKENS, eval_ratio=1 / count
-    )
+    return TrainingRows.open(folder / "dataset", store, failed=[], total_seq_len=tokens, eval_ratio=1 / count)
 
 
-def run(shape: Shape, steps: int, folder: Path, dtype: torch.dtype) -> InTurns:
-    """Train for so many steps, both sides in turn."""
+def loader_of(shape: Shape, steps: int, folder: Path, dtype: torch.dtype, tokens: int) -> DataLoader:
+    """Packed batches of so many tokens, enough for so many steps, as 04 reads them."""
+    rows = write_rows(folder, shape, steps, tokens)
+    return rows.loaders(total_seq_len=tokens, dtype=dtype, num_workers=0, seed=0)[0]
+
+
+def on_device(model: Eagle3DraftModel) -> Eagle3DraftModel:
+    """Where speculators' Trainer takes its model."""
+    device: Any = distributed.get_local_rank()
+    return model.to(device)
+
+
+def train(model: Eagle3DraftModel, loader: Any, settings: Settings, folder: Path, dtype: torch.dtype) -> None:
+    """04's Trainer, without anything to measure at its end."""
+    held_out: Any = NothingHeldOut()
+    training.Trainer(model, settings, folder / "checkpoints", loader, held_out, dtype=dtype).run({})
+
+
+def run(shape: Shape, steps: int, folder: Path, dtype: torch.dtype, tokens: int = _TOKENS) -> InTurns:
+    """Train for so many steps of so many tokens, both sides in turn."""
     torch.manual_seed(0)
     model = shape.model()
     settings = settings_of(steps)
-    rows = write_rows(folder, shape, (_TOKENS // _ROW_TOKENS) * (steps + 2) + 1)
-    loader, _ = rows.loaders(total_seq_len=_TOKENS, dtype=dtype, num_workers=0, seed=0)
-    turns = InTurns(loader, BareLoop(copy.deepcopy(model), settings, steps, dtype))
-    held_out: Any = NothingHeldOut()
-    in_turns: Any = turns
-    trainer = training.Trainer(model, settings, folder / "checkpoints", in_turns, held_out, dtype=dtype)
-    trainer.run({})
+    loader = loader_of(shape, steps, folder, dtype, tokens)
+    turns = InTurns(loader, BareLoop(on_device(copy.deepcopy(model)), settings, steps, dtype))
+    train(model, turns, settings, folder, dtype)
     return turns
 
 
@@ -236,10 +263,7 @@ def main() -> None:
     for shape in SHAPES:
         with measure.scratch() as folder:
             turns = run(shape, args.rows, folder, dtype)
-        # The last step ends in a checkpoint, so the Trainer asks for no batch after it.
-        kept = slice(_THROWN_AWAY, len(turns.ours))
-        ours, beside, waited = (side[kept] for side in (turns.ours, turns.beside, turns.waited))
-        lines += step_lines(shape, ours, beside, waited)
+        lines += step_lines(shape, *turns.kept())
     notes = [
         f"{_TOKENS} tokens a step, {torch.get_num_threads()} threads, {dtype}, no reading processes; "
         "medians over steps; the ratio is the median of the steps' ratios.",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import measure
+from bench import growth, measure
 from bench.__main__ import SCRIPTS, summary
 from bench.measure import Line, Ratio, Spent
 from common.errors import StageError
@@ -69,6 +69,15 @@ def test_a_command_is_charged_for_its_children_too(tmp_path: Path) -> None:
 def test_a_command_that_fails_says_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="ended with code 3:\nno bread"):
         measure.command((sys.executable, "-c", "print('no bread'); raise SystemExit(3)"), tmp_path / "log")
+
+
+def test_the_start_of_a_process_does_not_hide_how_time_grows() -> None:
+    # 3 s of start, then 0.5 s, 2 s, 8 s; 3 s, then 0.1 s, 1.6 s, 25.6 s.
+    assert growth.time_exponent(3.5, 5, 11) == pytest.approx(1)
+    assert growth.time_exponent(3.1, 4.6, 28.6) == pytest.approx(2)
+    linear, flat = growth.growth_lines("01", [Spent(3.5, 100), Spent(5, 100), Spent(11, 400)])
+    assert (linear.met, flat.met) == ("yes", "no")
+    assert flat.ratio.median == pytest.approx(0.5)
 
 
 def test_results_make_the_table_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
