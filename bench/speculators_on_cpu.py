@@ -14,10 +14,10 @@ def patch() -> None:
     """Four changes to speculators 0.9.0. The first three are for the CPU, the last is a present to it."""
     import torch
     from speculators.model import DraftVocabMixin
-    from speculators.train import distributed, trainer
+    from speculators.train import trainer
 
-    # 1. Model and batches are moved to `_local_rank`, GPU 0 without an accelerator.
-    distributed._local_rank = torch.device("cpu")  # type: ignore[assignment]
+    # 1. Model and batches are moved to the local rank, which is GPU 0 also where there is none.
+    trainer.get_local_rank = lambda: torch.device("cpu")  # type: ignore[attr-defined]
     # 2. The step timer synchronizes an accelerator.
     torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
 
