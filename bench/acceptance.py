@@ -1,7 +1,8 @@
 """Row 7: what finetuning by 04 is worth beside plain speculators and beside random weights, served by vLLM.
 
     python -m bench.acceptance             # 25 minutes on two cores
-    python -m bench.acceptance --quick     # does it work: three minutes
+    python -m bench.acceptance --quick     # does it work: five minutes
+    python -m bench.acceptance --search    # how the settings were found: every recipe, 35 minutes
 
 The head ../shared/checkpoints/smollm2-eagle3-midlayer was trained on answers to prompts_t0. 01 to 03 make
 rows of another domain (prompts_self_instruct) and a draft vocabulary for it; each side then trains on these
@@ -14,165 +15,239 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench import measure
-from common import atomic_io
+from common import atomic_io, cli, demo_verifier
 from common.errors import InputError
 from common.evaluation import Run
-from common.hidden_states import HiddenStateStore
-from common.loaders import TrainingRows
-from common.verifier import Verifier
 
 SHARED = measure.ROOT.parent / "shared"
-VERIFIER = measure.ROOT / "models/smollm2-135m-instruct"
-CONFIG = ("--config", measure.ROOT / "configs/smollm2-demo.yaml")
 _TOKENS = 512  # of a packed batch
-_HELD_OUT = 0.15  # share of the rows: 52, measured at each checkpoint
+_HELD_OUT = 0.15  # share of the rows: 52 of 347, measured at each checkpoint
 _K = 3
 _RESAMPLES = 2000
-
-# The best of each side.
-_OURS = ("--lr", "8e-4")
-_SCRATCH = ("--lr", "1e-3")
-_SPECULATORS = ("--optimizer", "adamw", "--lr", "1e-3", "--scheduler-type", "cosine")
 _GOALS = {"speculators": ">= 1.7", "scratch": ">= 1.4"}
+
+Recipe = tuple[str, ...]
+# What was tried for each side; the first one is the best and the one that is served. Ours and scratch may use
+# the same means. speculators' own defaults (muon, 1e-3, linear, all else as its command has it) come beside.
+RECIPES: dict[str, tuple[Recipe, ...]] = {
+    "ours": (
+        ("--optimizer", "muon", "--lr", "2e-3"),
+        ("--optimizer", "muon", "--lr", "1e-3"),
+        ("--optimizer", "muon", "--lr", "4e-3"),
+        ("--optimizer", "adamw", "--lr", "8e-4"),
+    ),
+    "scratch": (
+        ("--optimizer", "muon", "--lr", "2e-3"),
+        ("--optimizer", "muon", "--lr", "4e-3"),
+        ("--optimizer", "adamw", "--lr", "1e-3"),
+        ("--optimizer", "adamw", "--lr", "2e-3"),
+    ),
+    "speculators": (
+        ("--optimizer", "muon", "--lr", "1e-3", "--scheduler-type", "cosine"),
+        ("--optimizer", "muon", "--lr", "2e-3", "--scheduler-type", "cosine"),
+        ("--optimizer", "muon", "--lr", "4e-3", "--scheduler-type", "cosine"),
+        ("--optimizer", "adamw", "--lr", "1e-3", "--scheduler-type", "cosine"),
+    ),
+}
 
 
 def main() -> None:
-    """Make the rows, train each side, serve them all, and print the lines."""
+    """Make the rows, train each side, serve them all, and print the lines; or search."""
     parser = measure.parser(__doc__, rows=347, quick=24, rounds=1)
-    parser.add_argument("--steps", type=int, help="of each training; default: 300, 8 with --quick")
+    parser.add_argument("--steps", type=cli.positive, help="of each training; default: 300, 8 with --quick")
     parser.add_argument("--head", type=Path, default=SHARED / "checkpoints/smollm2-eagle3-midlayer")
     parser.add_argument("--prompts", type=Path, default=SHARED / "data/prompts_self_instruct.jsonl")
+    parser.add_argument("--search", action="store_true", help="train every recipe, measure held-out rows")
     args = measure.begin(parser)
     args.steps = args.steps or (8 if args.quick else 300)
-    for path in (args.head, args.prompts, VERIFIER):
+    for path in (args.head, args.prompts):
         if not path.exists():
-            raise InputError(f"{path} does not exist: row 7 needs the head, the prompts and the verifier")
+            raise InputError(f"{path} does not exist; pass --head and --prompts")
+    demo_verifier.ensure()
     with measure.scratch() as folder:
-        make_rows(args, folder)
-        drafters = train_all(args, folder)
-        runs = serve(args, folder, drafters)
+        bench = Sides(args, folder)
+        bench.make_rows()
+        if args.search:
+            search(bench)
+        else:
+            report(args, bench.serve(bench.train_all()))
+
+
+def report(args: argparse.Namespace, runs: dict[str, Run]) -> None:
+    """One line for each side beside ours."""
     lines = [
         measure.Line(
-            7,
-            f"accepted draft tokens a step, served, after {args.steps} steps",
-            f"{accepted(runs['ours']):.3f}",
-            f"{side.replace('_', ' ')} {accepted(runs[side]):.3f}",
-            ratio(runs["ours"], runs[side]),
-            _GOALS.get(side, ""),
+            *(7, f"accepted draft tokens a step, served, after {args.steps} steps"),
+            *(f"{accepted(runs['ours']):.3f}", f"{side} {accepted(run):.3f}"),
+            *(ratio(runs["ours"], run), _GOALS.get(side, "")),
         )
-        for side in drafters
+        for side, run in runs.items()
         if side != "ours"
     ]
     lengths = {side: 1 + accepted(run) for side, run in runs.items()}
-    notes = ["acceptance lengths: " + ", ".join(f"{side} {value:.3f}" for side, value in lengths.items())]
+    said = ", ".join(f"{side} {length:.3f}" for side, length in lengths.items())
+    notes = [
+        f"acceptance length, vLLM's counters, {_K} draft tokens: {said}",
+        "the ratios' intervals are 95 % over prompts",
+    ]
     measure.report(__file__, args, lines, notes, acceptance_lengths=lengths)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The rows that all sides train on
-
-
-def make_rows(args: argparse.Namespace, folder: Path) -> None:
-    """01 to 03 on the second domain, in `folder`/rows."""
-    prompts = 8 if args.quick else 80
-    tokens = 64 if args.quick else 192
-    stage(folder, "01_prepare_data.py", "rows", "--dataset", args.prompts, "--eval-prompts", prompts)
-    stage(folder, "01b_generate_synthetic.py", "rows", "--max-tokens", tokens, "--limit", args.rows)
-    stage(folder, "02_build_vocab_map.py", "rows")
-    backend = ("--backend", "transformers", "--no-serve") if args.quick else ()
-    stage(folder, "03_capture_hidden.py", "rows", *backend)
-
-
-def stage(folder: Path, script: str, run: str, *flags: object) -> None:
-    """Run one of our stages in the run folder `folder`/`run`, with the demo's settings."""
-    print(f"{run}: {script} {' '.join(map(str, flags))}", flush=True)
-    log_file = folder / f"{run}-{script}.log"
-    measure.command([sys.executable, script, *CONFIG, "--run-dir", folder / run, *flags], log_file)
+def search(bench: Sides) -> None:
+    """Train each recipe of each side and print what it accepts on the held-out rows."""
+    for side, recipes in RECIPES.items():
+        for number, recipe in enumerate(recipes):
+            found = bench.held_out(bench.train(side, recipe, f"{side}-{number}"))
+            shares = " ".join(f"{share:.3f}" for share in found.by_position)
+            print(f"{side} {' '.join(recipe)}: {found.length - 1:.4f} ({shares})", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # The sides
 
 
-def train_all(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Train each side; its drafter by name, ours first. `--quick` leaves out what only costs time."""
-    common = ("--max-steps", args.steps, "--epochs", args.steps, "--total-seq-len", _TOKENS)
-    ours = (*common, "--data-from", folder / "rows", "--eval-ratio", _HELD_OUT)
-    stage(folder, "04_train.py", "ours", *ours, "--finetune-from", args.head, *_OURS)
-    drafters = {"ours": folder / "ours/drafter"}
-    speculators(folder, "convert", args.head, "--verifier", VERIFIER, "--algorithm", "eagle3")
-    drafters["speculators"] = finetune_by_speculators(args, folder, "speculators", _SPECULATORS)
-    if not args.quick:
-        drafters["speculators_defaults"] = finetune_by_speculators(args, folder, "speculators_defaults", ())
-        stage(folder, "04_train.py", "scratch", *ours, *_SCRATCH)
-        drafters |= {"scratch": folder / "scratch/drafter", "start": args.head}
-    return drafters
+@dataclass
+class Sides:
+    """The rows that all sides train on, and the sides, in one folder.
 
-
-def finetune_by_speculators(args: argparse.Namespace, folder: Path, name: str, recipe: Sequence[str]) -> Path:
-    """`speculators train --from-pretrained` on the same rows with the same map; its last checkpoint.
-
-    Args:
-        recipe: optimizer, rate and schedule; empty for its defaults.
+    Attributes:
+        args: of the command line.
+        folder: gets a run folder a side; that of `rows` holds what 01 to 03 make.
     """
-    rows, boundary, epochs = split_and_epochs(args, folder)
-    speculators(
-        *(folder, "train", "--verifier-name-or-path", VERIFIER),
-        *("--from-pretrained", folder / "converted", "--data-path", folder / "rows/dataset"),
-        *("--hidden-states-path", folder / "rows/hidden_states", "--on-missing", "raise"),
-        *("--d2t-path", folder / "rows/vocab/d2t.npy", "--t2d-path", folder / "rows/vocab/t2d.npy"),
-        *("--train-data-ratio", (boundary + 0.5) / rows, "--total-seq-len", _TOKENS),
-        *("--max-steps", args.steps, "--epochs", epochs, "--save-path", folder / name),
-        # What a CPU needs: no flex attention, no Triton losses; no reading processes on two cores.
-        *("--draft-attn-impl", "sdpa", "--loss-implementation", "eager", "--num-workers", 0),
-        *recipe,
-    )
-    return folder / name / str(epochs - 1)
 
+    args: argparse.Namespace
+    folder: Path
 
-def speculators(folder: Path, command: str, *flags: object) -> None:
-    """Run one of speculators' commands, patched as `speculators_on_cpu` says."""
-    print(f"speculators {command} {' '.join(map(str, flags))}", flush=True)
-    output = ("--output-path", folder / "converted") if command == "convert" else ()
-    call = [sys.executable, "-m", "bench.speculators_on_cpu", command, *flags, *output]
-    measure.command(call, folder / f"speculators-{command}.log")
+    def make_rows(self) -> None:
+        """01 to 03 on the second domain."""
+        quick = self.args.quick
+        prompts = ("--dataset", self.args.prompts, "--eval-prompts", 8 if quick else 80)
+        self._stage("01_prepare_data.py", "rows", *prompts)
+        answers = ("--max-tokens", 64 if quick else 192, "--limit", self.args.rows)
+        self._stage("01b_generate_synthetic.py", "rows", *answers)
+        self._stage("02_build_vocab_map.py", "rows")
+        self._stage("03_capture_hidden.py", "rows")
 
+    def train_all(self) -> dict[str, Path]:
+        """The best of each side, ours first, and beside them speculators' defaults and the head as it is.
 
-def split_and_epochs(args: argparse.Namespace, folder: Path) -> tuple[int, int, int]:
-    """Rows, how many of them 04 trains on, and in which epoch the last step falls.
+        Returns:
+            Drafters by name; `--quick` leaves out what only costs time.
+        """
+        sides = ("ours", "speculators") if self.args.quick else ("ours", "speculators", "scratch")
+        drafters = {side: self.train(side, RECIPES[side][0], side) for side in sides}
+        if not self.args.quick:
+            drafters["speculators-defaults"] = self.train("speculators", (), "speculators-defaults")
+            drafters["head"] = self.args.head
+        return drafters
 
-    speculators goes on with one step for each epoch that is left after `--max-steps`.
-    """
-    store = HiddenStateStore(folder / "rows/hidden_states", Verifier(str(VERIFIER)).hidden_size)
-    rows = TrainingRows.open(
-        folder / "rows/dataset", store, failed=[], total_seq_len=_TOKENS, eval_ratio=_HELD_OUT
-    )
-    import torch
+    def train(self, side: str, recipe: Sequence[str], name: str) -> Path:
+        """Train one side with one recipe; its drafter.
 
-    loader, _ = rows.loaders(total_seq_len=_TOKENS, dtype=torch.bfloat16, num_workers=0, seed=42)
-    sampler = loader.batch_sampler
-    ends = accumulate(len(sampler._generate_batches(epoch)) for epoch in range(args.steps))  # type: ignore[union-attr]
-    return len(rows.sources), rows.boundary, next(e for e, end in enumerate(ends, 1) if end >= args.steps)
+        Args:
+            side: of `RECIPES`.
+            recipe: flags.
+            name: of the run folder.
+        """
+        print(f"{name}: {' '.join(recipe)}", flush=True)
+        if side == "speculators":
+            return self._by_speculators(recipe, name)
+        flags = ("--data-from", self.folder / "rows", "--eval-ratio", _HELD_OUT, "--total-seq-len", _TOKENS)
+        steps = ("--max-steps", self.args.steps, "--epochs", self.args.steps)
+        start = ("--finetune-from", self.args.head) if side == "ours" else ()
+        self._stage("04_train.py", name, *flags, *steps, *start, *recipe)
+        return self.folder / name / "drafter"
+
+    def _by_speculators(self, recipe: Sequence[str], name: str) -> Path:
+        """`speculators convert`, then `train --from-pretrained` on the same rows with the same map."""
+        converted, rows = self.folder / "converted", self.folder / "rows"
+        verifier = demo_verifier.ensure()
+        if not converted.exists():
+            flags = ("--verifier", verifier, "--algorithm", "eagle3", "--output-path", converted)
+            self._speculators("convert", self.args.head, *flags)
+        boundary, epochs = self._boundary_and_epochs()
+        self._speculators(
+            *("train", "--verifier-name-or-path", verifier, "--from-pretrained", converted),
+            *("--data-path", rows / "dataset", "--hidden-states-path", rows / "hidden_states"),
+            *("--d2t-path", rows / "vocab/d2t.npy", "--t2d-path", rows / "vocab/t2d.npy"),
+            *("--on-missing", "raise", "--train-data-ratio", boundary, "--total-seq-len", _TOKENS),
+            *("--max-steps", self.args.steps, "--epochs", epochs, "--save-path", self.folder / name),
+            # What a CPU needs: no flex attention, no Triton losses; no reading processes on two cores.
+            *("--draft-attn-impl", "sdpa", "--loss-implementation", "eager", "--num-workers", 0),
+            *recipe,
+        )
+        return self.folder / name / str(epochs - 1)
+
+    def _boundary_and_epochs(self) -> tuple[float, int]:
+        """The share of the rows that 04 trains on, and in which epoch the last step falls.
+
+        speculators makes one step more for each epoch that is left after `--max-steps`.
+        """
+        rows, loader, _ = self._loaders()
+        sampler = loader.batch_sampler
+        ends = accumulate(len(sampler._generate_batches(epoch)) for epoch in range(self.args.steps))
+        epochs = next(number for number, end in enumerate(ends, 1) if end >= self.args.steps)
+        return (rows.boundary + 0.5) / len(rows.sources), epochs
+
+    def _loaders(self) -> tuple[Any, Any, Any]:
+        """The rows, and the loaders of the trained and of the held-out ones, with speculators' own seed."""
+        import torch
+
+        from common.hidden_states import HiddenStateStore
+        from common.loaders import TrainingRows
+        from common.verifier import Verifier
+
+        folder = self.folder / "rows"
+        store = HiddenStateStore(folder / "hidden_states", Verifier(str(demo_verifier.ensure())).hidden_size)
+        rows = TrainingRows.open(
+            folder / "dataset", store, failed=[], total_seq_len=_TOKENS, eval_ratio=_HELD_OUT
+        )
+        return rows, *rows.loaders(total_seq_len=_TOKENS, dtype=torch.bfloat16, num_workers=0, seed=42)
+
+    def held_out(self, folder: Path) -> Any:
+        """What a drafter accepts on the held-out rows, offline."""
+        from common import drafter, processes
+        from common.loaders import HeldOut
+        from common.verifier import Verifier
+
+        processes.start("cpu")
+        rows, _, loader = self._loaders()
+        verifier = Verifier(str(demo_verifier.ensure()))
+        return HeldOut(rows, loader, verifier, _K).measure(drafter.load(folder, verifier))
+
+    def serve(self, drafters: dict[str, Path]) -> dict[str, Run]:
+        """05 on the held-out prompts; each side's run."""
+        named = [flag for name, path in drafters.items() for flag in ("--drafter", f"{name}={path}")]
+        tokens = ("--max-tokens", 32 if self.args.quick else 192, "--num-speculative-tokens", _K)
+        flags = ("--concurrency", 16, "--min-acceptance-length", 1)
+        self._stage("05_evaluate.py", "rows", *named, *tokens, *flags)
+        kept = atomic_io.read_json_lines(self.folder / "rows/evaluation/runs.jsonl")
+        return {run.drafter: run for run in map(Run.from_row, kept) if run.drafter}
+
+    def _stage(self, script: str, run: str, *flags: object) -> None:
+        """Run one of our stages in the run folder of that name, with the demo's settings."""
+        config = ("--config", "configs/smollm2-demo.yaml", "--run-dir", self.folder / run)
+        log_file = self.folder / f"{run}-{script}.log"
+        spent = measure.command([sys.executable, script, *config, *flags], log_file)
+        print(f"{run}: {script} {spent.seconds:.0f} s", flush=True)
+
+    def _speculators(self, command: str, *flags: object) -> None:
+        """Run one of speculators' commands, patched as `speculators_on_cpu` says."""
+        call = [sys.executable, "-m", "bench.speculators_on_cpu", command, *flags]
+        spent = measure.command(call, self.folder / f"speculators-{command}.log")
+        print(f"speculators {command}: {spent.seconds:.0f} s", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # What vLLM counts
-
-
-def serve(args: argparse.Namespace, folder: Path, drafters: dict[str, Path]) -> dict[str, Run]:
-    """05 on the held-out prompts; each side's run."""
-    named = [flag for name, path in drafters.items() for flag in ("--drafter", f"{name}={path}")]
-    tokens = 32 if args.quick else 192
-    flags = (*named, "--max-tokens", tokens, "--concurrency", 16, "--min-acceptance-length", 1)
-    stage(folder, "05_evaluate.py", "rows", *flags, "--num-speculative-tokens", _K)
-    runs = map(Run.from_row, atomic_io.read_json_lines(folder / "rows/evaluation/runs.jsonl"))
-    return {run.drafter: run for run in runs if run.drafter}
 
 
 def accepted(run: Run) -> float:
@@ -181,16 +256,16 @@ def accepted(run: Run) -> float:
 
 
 def ratio(ours: Run, beside: Run) -> measure.Ratio:
-    """The counters' ratio, and its 95 % interval over prompts (a paired bootstrap)."""
-    counts = {}
-    for name, run in (("ours", ours), ("beside", beside)):
-        each = {answer.id: answer.acceptance(_K) for answer in run.answers}
-        counts[name] = {key: (sum(found.accepted), found.drafts) for key, found in each.items()}
-    shared = sorted(counts["ours"].keys() & counts["beside"].keys())
+    """The counters' ratio, and its 95 % interval over prompts (bootstrap of pairs)."""
+    mine, theirs = ({answer.id: answer.acceptance(_K) for answer in run.answers} for run in (ours, beside))
+    shared = sorted(mine.keys() & theirs.keys())
     drawn = np.random.default_rng(0).integers(len(shared), size=(_RESAMPLES, len(shared)))
-    sums = {name: np.array([found[key] for key in shared])[drawn].sum(1) for name, found in counts.items()}
-    resampled = (sums["ours"][:, 0] / sums["ours"][:, 1]) / (sums["beside"][:, 0] / sums["beside"][:, 1])
-    low, high = np.quantile(resampled, (0.025, 0.975))
+    lengths = []
+    for found in (mine, theirs):
+        counts = np.array([(sum(found[key].accepted), found[key].drafts) for key in shared])
+        sums = counts[drawn].sum(1)
+        lengths.append(sums[:, 0] / sums[:, 1])
+    low, high = np.quantile(lengths[0] / lengths[1], (0.025, 0.975))
     return measure.Ratio(accepted(ours) / accepted(beside), float(low), float(high))
 
 

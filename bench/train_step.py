@@ -187,6 +187,8 @@ class InTurns:
 class NothingHeldOut:
     """The Trainer measures at its end; that is no part of a step."""
 
+    rows = None  # only named in errors
+
     def by_source(self, _: Eagle3DraftModel) -> dict[str, Acceptance]:
         """One draft, nothing accepted."""
         return {"bench": Acceptance(1, (0,))}
