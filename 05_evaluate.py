@@ -40,6 +40,7 @@ from common import (
     hub,
     log,
     manifest,
+    model_card,
     report,
     responses,
     verifier,
@@ -156,7 +157,7 @@ def main(args: argparse.Namespace) -> int:
                 settings={"temperature": 0, **settings},
                 decode=lambda ids: str(model.tokenizer.decode(ids)),
             )
-            write_report(folder, found)
+            write_report(folder, found, drafters)
             require_acceptance(found, args.min_acceptance_length)
             answered, refused = sum(len(run.answers) for run in runs), sum(run.refused for run in runs)
             record.counts = {"read": answered + refused, "written": answered, "failed": refused}
@@ -614,11 +615,15 @@ def require_server(counters: Counters, drafter: Drafter | None, k: int) -> None:
 # Results
 
 
-def write_report(folder: Path, found: dict[str, Any]) -> None:
+def write_report(folder: Path, found: dict[str, Any], drafters: list[Drafter]) -> None:
+    """`results.json` and its forms for people; a drafter of 04 gets its table into its model card as well."""
     report.plot(found, folder / "acceptance.png")
     with atomic_io.replacing(folder / "report.md") as file:
         file.write(report.markdown(found, "acceptance.png"))
     atomic_io.write_json(folder / "results.json", found)
+    for drafter in drafters:
+        if model_card.add_served(Path(drafter.path), drafter.name, found):
+            _LOG.info("%s/README.md: the table of this evaluation is in it", drafter.path)
 
 
 def require_acceptance(found: dict[str, Any], least: float) -> None:

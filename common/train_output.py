@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections import Counter
 
-from common import acceptance, atomic_io, drafter, load_test, log, manifest
+from common import acceptance, atomic_io, drafter, load_test, log, manifest, model_card
 from common.acceptance import Acceptance
 from common.errors import InputError
 from common.train_checkpoints import newest_step
@@ -39,7 +40,7 @@ class Output:
     def __init__(self, args: argparse.Namespace, inputs: Inputs) -> None:
         self.drafter, self.checkpoints = args.run_dir / "drafter", args.run_dir / "checkpoints"
         self._specforge = args.run_dir / "specforge"
-        self._args, self._verifier = args, inputs.model
+        self._args, self._verifier, self._token_counts = args, inputs.model, inputs.token_counts
         finished = (self.drafter / manifest.NAME).exists()
         self._fresh = args.overwrite or not (args.resume or finished)
         self._record = manifest.Manifest(
@@ -104,12 +105,15 @@ class Output:
             "d2t": start.vocab.fingerprint,
             "step0": {source: part.as_json() for source, part in start.step0.items()},
             "best": {source: part.as_json() for source, part in outcome.best.items()},
+            "coverage": None if self._token_counts is None else start.vocab.coverage(self._token_counts),
+            "sources": dict(Counter(start.rows.sources[row] for row in start.rows.trained)),
         }
         record.counts = start.rows.counts() | {
             "steps": outcome.steps,
             "best_step": outcome.best_step,
             "bad_steps": outcome.bad_steps,
         }
+        model_card.write(self.drafter, record)
         record.write(self.drafter)
         _LOG.info("%s: done", self.drafter)
         self.export()
