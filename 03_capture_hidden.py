@@ -17,8 +17,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from common.capture import Capture, Rows, verify
 from common.capture_rows import Choice
 from common.errors import InputError
 from common.hidden_states import Backend, ContentCheck, HiddenStateStore
-from common.inference_pool import InferencePool
 
 STAGE = Path(__file__).stem
 _LOG = log.get(STAGE)
@@ -129,6 +128,8 @@ def build_parser() -> argparse.ArgumentParser:
 @cli.stage(build_parser)
 def main(args: argparse.Namespace) -> int:
     _refuse_contradictions(args)
+    if _is_trained(args):
+        return 0
     plan = Plan.settle(args)
     if args.print_server:
         print(shlex.join(plan.server_command))
@@ -145,12 +146,14 @@ def main(args: argparse.Namespace) -> int:
         plan = replace(plan, choice=plan.choice.fitted(plan.store))
         plan.choice.describe(plan.store)
         _require_space(plan)
-        working = manifest.begin(folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale)
-        todo = sorted(plan.rows.lengths.keys() - plan.store.done(plan.rows.lengths))
+        working = manifest.begin(
+            folder, record, overwrite=args.overwrite, accept_stale=args.accept_stale, finished=plan.is_done
+        )
         if not working:
-            if not todo:
-                return 0
-            manifest.reopen(folder)
+            return 0
+        for path in plan.choice.outdated(plan.store):
+            path.unlink()
+        todo = sorted(plan.rows.lengths.keys() - plan.store.done(plan.rows.lengths))
         plan.choice.write(folder)
         plan.store.sweep()
         _LOG.info("rows: %d = %d there + %d to do", len(plan.rows), len(plan.rows) - len(todo), len(todo))
@@ -169,6 +172,14 @@ def main(args: argparse.Namespace) -> int:
         record.write(folder)
         _LOG.info("%s: %d rows, %s", folder, len(plan.rows), log.human_bytes(record.counts["bytes"]))
     return 0
+
+
+def _is_trained(args: argparse.Namespace) -> bool:
+    """Whether 04 needs no states of this shard any more, so that a driver loop can be run again."""
+    if not args.shard or args.overwrite or args.verify or args.print_server:
+        return False
+    trained: bool = args.shard.is_trained(args.run_dir)
+    return trained
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
@@ -217,7 +228,8 @@ class Plan:
         made = (source / manifest.NAME).exists()
         facts = manifest.read(source, "01b_generate_synthetic.py").facts if made else {}
         model = verifier.from_args(args, facts)
-        return cls(args, source, facts, choice, model, _layer_ids(args, facts, model))
+        ids = model.settle_layer_ids(args.layer_ids, facts.get("layer_ids"), three=args.probe is None)
+        return cls(args, source, facts, choice, model, ids)
 
     @property
     def rows(self) -> Rows:
@@ -239,6 +251,7 @@ class Plan:
             "dtype": self.dtype,
             "probe": self.args.probe,
             **capture_rows.config(self.args),
+            **capture_rows.shard_config(self.args),
         }
 
     @property
@@ -267,6 +280,12 @@ class Plan:
         return HiddenStateStore(self.args.run_dir / name, self.model.hidden_size, len(self.layer_ids))
 
     @property
+    def is_done(self) -> bool:
+        """Whether every row has its file."""
+        lengths = self.rows.lengths
+        return len(self.store.done(lengths)) == len(lengths)
+
+    @property
     def content(self) -> ContentCheck | None:
         """The verifier's norm and head, where they are wanted."""
         return ContentCheck.of(self.model) if self.args.content_check else None
@@ -292,30 +311,6 @@ class Plan:
         return vllm_server.command(self.model, self.server_args, self.args.port or 8000)
 
 
-def _layer_ids(args: argparse.Namespace, facts: dict[str, Any], model: verifier.Verifier) -> list[int]:
-    """Settle the three aux ids and refuse those that would be captured as something else than meant."""
-    last = model.num_layers
-    ids = manifest.settle(
-        "layer ids", flag=args.layer_ids, inherited=facts.get("layer_ids"), default=model.default_layer_ids
-    )
-    counted = (
-        f"Ids count as in vLLM: id L is the output after L of the verifier's {last} layers. SpecForge, "
-        "TorchSpec and SGLang count from 0: add one to each of theirs."
-    )
-    if last in ids:
-        raise InputError(
-            f"--layer-ids {ids}: {last}, the last layer, is always captured beside the three; "
-            "name three below it"
-        )
-    if (len(ids) != 3 and args.probe is None) or ids != sorted(set(ids)):
-        raise InputError(f"--layer-ids {ids}: expected three different ids in ascending order. {counted}")
-    if ids[0] < 1 or ids[-1] >= last:
-        raise InputError(f"--layer-ids {ids}: expected ids from 1 to {last - 1}. {counted}")
-    if ids == [layer - 1 for layer in model.default_layer_ids]:
-        _LOG.warning("layer ids: %s look as if they were counted from 0. %s", ids, counted)
-    return ids
-
-
 def _require_space(plan: Plan) -> None:
     """Print what the states will take, and refuse a run that cannot end before anything is computed.
 
@@ -325,14 +320,15 @@ def _require_space(plan: Plan) -> None:
     store, lengths, args, size = plan.store, plan.rows.lengths, plan.args, log.human_bytes
     whole = store.bytes_of(lengths)
     there = store.bytes_of({row: lengths[row] for row in store.done(lengths)})
-    free = store.free_bytes() + (there if args.overwrite else 0)
+    leaving = there if args.overwrite else sum(path.stat().st_size for path in plan.choice.outdated(store))
+    free = store.free_bytes() + leaving
     missing = whole - (0 if args.overwrite else there)
     _LOG.info(
         "disk: %s tokens x %s = %s, %s of it there; %s free at %s",
         *(log.human_count(sum(lengths.values())), store.formula, size(whole), size(whole - missing)),
         *(size(free), store.folder),
     )
-    mend = "take fewer rows (--fit-disk, or 01_prepare_data.py --max-samples)"
+    mend = "take fewer rows (--fit-disk, or 01_prepare_data.py --max-samples), or go shard by shard (--shard)"
     if missing > free:
         raise InputError(
             f"{store.folder}: {size(missing)} are still to be written and {size(free)} are free. Free some "
@@ -377,20 +373,20 @@ def _backend(plan: Plan) -> Iterator[AbstractAsyncContextManager[Backend]]:
             shutil.rmtree(shared, ignore_errors=True)
 
 
-@asynccontextmanager
-async def _vllm(plan: Plan, urls: list[str]) -> AsyncIterator[Backend]:
-    from common.capture_vllm import VllmBackend
+def _vllm(plan: Plan, urls: list[str]) -> AbstractAsyncContextManager[Backend]:
+    from common import capture_vllm
 
-    outage_s = _MANAGED_OUTAGE_S if plan.args.serve else _OUTAGE_S
-    async with InferencePool(urls, concurrency=plan.args.concurrency, outage_s=outage_s) as pool:
-        served = {entry["id"]: entry.get("max_model_len") for entry in await pool.models()}
-        name = plan.model.name if plan.model.name in served else next(iter(served), plan.model.name)
-        if (limit := served.get(name)) is not None and limit <= plan.rows.longest:
-            raise InputError(
-                f"the server takes {limit} tokens (--max-model-len), the longest row has {plan.rows.longest} "
-                f"and one more is generated. Start it with\n{shlex.join(plan.server_command)}"
-            )
-        yield VllmBackend(pool, name, plan.store, plan.shared_folder, plan.all_ids, plan.server_command)
+    return capture_vllm.connected(
+        urls,
+        plan.model.name,
+        plan.store,
+        plan.shared_folder,
+        plan.all_ids,
+        plan.server_command,
+        longest=plan.rows.longest,
+        concurrency=plan.args.concurrency,
+        outage_s=_MANAGED_OUTAGE_S if plan.args.serve else _OUTAGE_S,
+    )
 
 
 def _require_positions(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from common import atomic_io, cli, head_flags, manifest, verifier
 from common.errors import InputError
+from common.shards import Shard
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,39 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data.add_argument(
         "--num-workers", type=int, help="processes that read states; default: 4 beside a GPU, 0 on a CPU"
+    )
+    data.add_argument(
+        "--hidden-states",
+        choices=("stored", "online"),
+        default="stored",
+        help="online: no 03; each row's states come from the server of --endpoint when the row is trained",
+    )
+    data.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="for --hidden-states online: the server that `03_capture_hidden.py --print-server` starts",
+    )
+    data.add_argument(
+        "--shared-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="the only folder that files of --endpoint are taken from; "
+        "default: RUN_DIR/hidden_states/.incoming",
+    )
+    data.add_argument(
+        "--layer-ids",
+        type=int,
+        nargs=3,
+        metavar="ID",
+        help="for --hidden-states online: as in 03; "
+        "default: what the data set's stage recorded, else 2, N//2, N-3",
+    )
+    data.add_argument(
+        "--shard",
+        type=Shard.parse,
+        metavar="I/N",
+        help="train --epochs passes over the I-th of N parts of the rows, in turn with 03 --shard; one run "
+        "with one schedule goes through all N, and the last one writes drafter/",
     )
     head_flags.add_warm_start_arguments(parser)
     head_flags.add_layer_arguments(parser)
@@ -110,6 +144,8 @@ def build_parser() -> argparse.ArgumentParser:
 @cli.stage(build_parser)
 def main(args: argparse.Namespace) -> None:
     _check_ranges(args)
+    if args.shard and _is_trained(args):
+        return
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # speculators picks its kernels by what is visible
     from common import processes, training
@@ -165,12 +201,31 @@ def _check_ranges(args: argparse.Namespace) -> None:
             if value is not None and (value < low or (high is not None and value >= high)):
                 bound = f"at least {low}" if high is None else f"in [{low}, {high})"
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be {bound}")
+    online = args.hidden_states == "online"
+    if not online and (args.endpoint or args.shared_folder or args.layer_ids):
+        raise InputError("--endpoint, --shared-folder and --layer-ids are for --hidden-states online")
+    if online and args.shard:
+        raise InputError("--hidden-states online stores nothing, so there is nothing to take shard by shard")
     if args.probe_layer_ids and not args.finetune_from:
         raise InputError("--probe-layer-ids needs --finetune-from: it measures an imported head")
     if args.draft_vocab == "checkpoint" and not args.finetune_from:
         raise InputError(
             "--draft-vocab checkpoint needs --finetune-from: from scratch there is no checkpoint"
         )
+
+
+def _is_trained(args: argparse.Namespace) -> bool:
+    """Whether a shard is done with, so that a driver loop can be run again; the last one still exports."""
+    for flag, value in (("--max-steps", args.max_steps),):
+        if value is not None:
+            raise InputError(
+                f"{flag} does not go with --shard, whose schedule spans all shards: use --epochs"
+            )
+    if args.overwrite or not args.resume:
+        args.shard.require_first("--overwrite" if args.overwrite else "--no-resume")
+        return False
+    trained: bool = args.shard.is_trained(args.run_dir)
+    return trained and not args.shard.is_last
 
 
 def _probe(args: argparse.Namespace, device: torch.device) -> None:

@@ -81,6 +81,12 @@ class Rows:
         ids = dataset.ids(self.data)
         return ids if self.parts is None else [ids[row] for row in self.parts.rows]
 
+    def held_out_from(self, eval_ratio: float) -> int:
+        """The first row that 04 holds out with this `--eval-ratio`."""
+        from common import partition
+
+        return partition.held_out_from(self.ids, eval_ratio)
+
     def sent(self, index: int) -> int:
         """Tokens that are computed: all up to the last one that is kept."""
         return self.lengths[index] + (0 if self.parts is None else int(self.parts.start[index]))

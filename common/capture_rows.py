@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import log, manifest
+from common import cli, log, manifest
 from common.capture import Rows
 from common.errors import InputError
+from common.shards import Shard
 
 if TYPE_CHECKING:
     from common.hidden_states import HiddenStateStore
@@ -42,6 +43,20 @@ def add_arguments(rows: argparse._ArgumentGroup) -> None:
         default=False,
         help="where the states do not fit the disk or --max-disk, take as many conversations as fit",
     )
+    rows.add_argument(
+        "--shard",
+        type=Shard.parse,
+        metavar="I/N",
+        help="capture the held-out rows and the I-th of N parts of the others; states of parts that "
+        "04 --shard has trained are deleted first",
+    )
+    rows.add_argument(
+        "--eval-ratio",
+        type=cli.share,
+        default=0.05,
+        metavar="SHARE",
+        help="with --shard: rows that 04 holds out, from the end; the same as its --eval-ratio",
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -54,6 +69,10 @@ def check(args: argparse.Namespace) -> None:
 
     if args.probe and (args.trim or args.fit_disk):
         raise InputError("--probe looks at a few whole rows: leave out --trim and --fit-disk")
+    if args.shard and (args.probe or args.fit_disk):
+        raise InputError("--shard takes all rows, part by part: leave out --probe and --fit-disk")
+    if args.shard and args.overwrite:
+        args.shard.require_first("--overwrite")
     if args.context is None:
         return
     if not args.trim:
@@ -70,6 +89,12 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
     return {"trim": args.trim or None, "context": args.context, "fit_disk": args.fit_disk or None}
 
 
+def shard_config(args: argparse.Namespace) -> dict[str, Any]:
+    """What decides the shards, the same for all of them."""
+    shard = args.shard
+    return {"shard": shard and shard.making, "eval_ratio": args.eval_ratio if shard else None}
+
+
 @dataclass(frozen=True)
 class Choice:
     """The rows to capture, and what becomes of the others.
@@ -78,6 +103,9 @@ class Choice:
         args: the flags.
         full: all rows of the data set.
         rows: what is captured.
+        elsewhere: with `--shard`, rows that are not: reason -> how many.
+        lost: held-out rows that the first shard could not capture; they stay out, so that all shards are
+            measured on the same.
         record: of `hidden_states/rows/`, where that is made; its counts say what was left out.
     """
 
@@ -85,6 +113,8 @@ class Choice:
     full: Rows
     rows: Rows
     record: manifest.Manifest | None
+    elsewhere: dict[str, int] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
 
     @classmethod
     def settle(cls, args: argparse.Namespace, source: Path) -> Choice:
@@ -97,6 +127,11 @@ class Choice:
         Raises:
             InputError: it is absent, or nothing is left of it.
         """
+        choice = cls._trimmed(args, source)
+        return choice._sharded() if args.shard else choice
+
+    @classmethod
+    def _trimmed(cls, args: argparse.Namespace, source: Path) -> Choice:
         from common import trim
 
         full = Rows.load(source)
@@ -115,15 +150,33 @@ class Choice:
         record.counts = kept.counts(lengths)
         return cls(args, full, full.of(kept), record)
 
+    def _sharded(self) -> Choice:
+        """The held-out rows, and those of the shard."""
+        from common import partition
+
+        rows, shard = self.rows, self.args.shard
+        boundary = rows.held_out_from(self.args.eval_ratio)
+        sizes = list(rows.lengths.values())[:boundary]
+        parts = [part.tolist() for part in partition.into_shards(rows.ids[:boundary], sizes, shard.count)]
+        mine = [*parts[shard.number - 1], *range(boundary, len(rows))]
+        elsewhere = {
+            "trained": sum(map(len, parts[: shard.number - 1])),
+            "later_shards": sum(map(len, parts[shard.number :])),
+        }
+        return replace(self, rows=rows.only(sorted(mine)), elsewhere=elsewhere)
+
     @property
     def facts(self) -> dict[str, Any]:
         """What training must know: the data set that belongs to the states, if it is not `dataset/`."""
         from common.trim import FOLDER
 
-        return {} if self.record is None else {"rows": FOLDER, "context": self.args.context}
+        shard = self.args.shard
+        return ({} if self.record is None else {"rows": FOLDER, "context": self.args.context}) | (
+            {"shards": shard.count, "eval_ratio": self.args.eval_ratio} if shard else {}
+        )
 
     def fitted(self, store: HiddenStateStore) -> Choice:
-        """With `--fit-disk`, as many conversations as there is room for; the same without.
+        """With `--fit-disk`, as many conversations as there is room for.
 
         Raises:
             InputError: there is room for none.
@@ -131,6 +184,8 @@ class Choice:
         from common import partition
 
         args, record, parts = self.args, self.record, self.rows.parts
+        if args.shard and args.shard.number > 1:
+            return self._without_lost(store)
         if not args.fit_disk or record is None or parts is None or record.created:
             return self
         sizes = [store.bytes_of({row: length}) + _BLOCK_BYTES for row, length in self.rows.lengths.items()]
@@ -153,6 +208,13 @@ class Choice:
         counts = parts.fitted_counts(record.counts, which)
         return replace(self, rows=self.full.of(parts.select(which)), record=replace(record, counts=counts))
 
+    def _without_lost(self, store: HiddenStateStore) -> Choice:
+        rows = self.rows
+        first = rows.held_out_from(self.args.eval_ratio)
+        held_out = {row: length for row, length in rows.lengths.items() if row >= first}
+        lost = frozenset(held_out.keys() - store.done(held_out))
+        return replace(self, rows=rows.only(rows.lengths.keys() - lost), lost=lost)
+
     def describe(self, store: HiddenStateStore) -> None:
         """Show what is left out, with its formula."""
         if self.record is None:
@@ -165,6 +227,11 @@ class Choice:
             " + ".join(f"{log.human_count(count)} {name}" for name, count in parts.items()),
             log.human_bytes((tokens["read"] - tokens["written"]) * store.bytes_per_token),
         )
+
+    def outdated(self, store: HiddenStateStore) -> list[Path]:
+        """With `--shard`, files of other shards; `Shard.is_trained` has made sure that these are trained."""
+        wanted = {store.path(row) for row in self.rows.lengths}
+        return [path for path in store.folder.glob("hs_*") if path not in wanted] if self.args.shard else []
 
     def write(self, folder: Path) -> None:
         """Put the data set of what is kept beside its states, unless it is there.
@@ -179,7 +246,13 @@ class Choice:
 
     def account(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The counts of the capture, and where the other rows of the data set went."""
-        if self.record is None:
-            return counts
-        left_out = {name: self.record.counts[name] for name in ("read", "dropped")}
-        return counts | left_out | {"trimmed": self.record.counts["tokens"]}
+        dropped = dict(self.elsewhere)
+        lost = {str(row): "held out, and failed with the first shard" for row in self.lost}
+        counts = counts | {
+            "failed": counts["failed"] + len(lost),
+            "failures": counts["failures"] | lost,
+        }
+        if self.record is not None:
+            dropped |= self.record.counts["dropped"]
+            counts = counts | {"trimmed": self.record.counts["tokens"]}
+        return counts | {"read": len(self.full), "dropped": dropped} if dropped else counts

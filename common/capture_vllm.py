@@ -7,6 +7,7 @@ import fcntl
 import os
 import shlex
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,49 +64,102 @@ class VllmBackend:
 
     def _keep(self, row: CaptureRow, answer: dict[str, Any], check: Check, predict: bool) -> None:
         file = self._server_file(answer)
-        _wait_until_written(file)
+        wait_until_written(file)
         with self.store.adopting(row, file) as states:
             check(row.kept, states, _predictions(answer)[row.start :] if predict else None)
 
     def _server_file(self, answer: dict[str, Any]) -> Path:
-        """The file that the server names, if it may be touched.
+        return server_file(answer, self.shared_folder, self.layer_ids, self.server_command)
 
-        Raises:
-            InputError: the server does not capture, captures other layers, or names a path outside the
-                shared folder.
-        """
-        named = answer.get("kv_transfer_params") or {}
-        if "hidden_states_path" not in named:
+
+@asynccontextmanager
+async def connected(
+    urls: list[str],
+    model: str,
+    store: HiddenStateStore,
+    shared_folder: Path,
+    layer_ids: Sequence[int],
+    server_command: Sequence[str],
+    *,
+    longest: int,
+    concurrency: int,
+    outage_s: float,
+) -> AsyncIterator[VllmBackend]:
+    """A backend of running servers, for the time of the block.
+
+    Args:
+        urls: of the servers.
+        model: the verifier; a server that has another name for it is asked under its own.
+        store: where the states go.
+        shared_folder: the only folder that a server may name a file in.
+        layer_ids: the three aux ids and N.
+        server_command: what starts a server for this, for error messages.
+        longest: tokens of the longest row.
+        concurrency: requests in flight for each endpoint.
+        outage_s: seconds without an answer after which the servers are given up.
+
+    Raises:
+        InputError: the server takes fewer tokens than the longest row has.
+    """
+    async with InferencePool(urls, concurrency=concurrency, outage_s=outage_s) as pool:
+        served = {entry["id"]: entry.get("max_model_len") for entry in await pool.models()}
+        name = model if model in served else next(iter(served), model)
+        if (limit := served.get(name)) is not None and limit <= longest:
             raise InputError(
-                "the server hands out no hidden states: it was not started for that. Pass --serve, or "
-                f"start it with\n{shlex.join(self.server_command)}"
+                f"the server takes {limit} tokens (--max-model-len), the longest row has {longest} "
+                f"and one more is generated. Start it with\n{shlex.join(server_command)}"
             )
-        ids = named.get("layer_ids")
-        if ids is not None and list(ids) != list(self.layer_ids):
-            raise InputError(
-                f"the server captures the layers {ids}, this run wants {list(self.layer_ids)}. Pass "
-                f"--layer-ids {' '.join(map(str, ids[:-1]))}, or restart it with\n"
-                f"{shlex.join(self.server_command)}"
-            )
-        return self._inside(Path(named["hidden_states_path"]))
-
-    def _inside(self, path: Path) -> Path:
-        """`path` with its folder resolved, if that is in the shared folder.
-
-        Raises:
-            InputError: otherwise. The server could make us read and delete any file.
-        """
-        shared = self.shared_folder.resolve()
-        real = path.parent.resolve() / path.name
-        if shared not in real.parents or path.name in ("", ".."):
-            raise InputError(
-                f"the server names {path}, outside the shared folder {shared}. Start it with "
-                "`shared_storage_path` set to that folder, or pass --shared-folder; other paths are not read."
-            )
-        return real
+        yield VllmBackend(pool, name, store, shared_folder, layer_ids, server_command)
 
 
-def _wait_until_written(file: Path) -> None:
+def server_file(
+    answer: dict[str, Any], shared_folder: Path, layer_ids: Sequence[int], server_command: Sequence[str]
+) -> Path:
+    """The file that a server names, if it may be touched.
+
+    Args:
+        answer: of a completion.
+        shared_folder: the only folder that it may lie in.
+        layer_ids: the three aux ids and N.
+        server_command: what starts a server for this.
+
+    Raises:
+        InputError: the server does not capture, captures other layers, or names a path outside the
+            shared folder.
+    """
+    named = answer.get("kv_transfer_params") or {}
+    if "hidden_states_path" not in named:
+        raise InputError(
+            "the server hands out no hidden states: it was not started for that. Pass --serve, or "
+            f"start it with\n{shlex.join(server_command)}"
+        )
+    ids = named.get("layer_ids")
+    if ids is not None and list(ids) != list(layer_ids):
+        raise InputError(
+            f"the server captures the layers {ids}, this run wants {list(layer_ids)}. Pass "
+            f"--layer-ids {' '.join(map(str, ids[:-1]))}, or restart it with\n"
+            f"{shlex.join(server_command)}"
+        )
+    return _inside(Path(named["hidden_states_path"]), shared_folder)
+
+
+def _inside(path: Path, shared_folder: Path) -> Path:
+    """`path` with its folder resolved, if that is in the shared folder.
+
+    Raises:
+        InputError: otherwise. The server could make us read and delete any file.
+    """
+    shared = shared_folder.resolve()
+    real = path.parent.resolve() / path.name
+    if shared not in real.parents or path.name in ("", ".."):
+        raise InputError(
+            f"the server names {path}, outside the shared folder {shared}. Start it with "
+            "`shared_storage_path` set to that folder, or pass --shared-folder; other paths are not read."
+        )
+    return real
+
+
+def wait_until_written(file: Path) -> None:
     """Sleep until the server lets go of the companion lock; the kernel frees it if the server dies."""
     lock = file.with_name(file.name + ".lock")
     try:

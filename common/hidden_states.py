@@ -199,6 +199,27 @@ class HiddenStateStore:
             mine.rename(self.path(row.index))
             atomic_io.sync_folder(self.folder)
 
+    def consume(self, file: Path) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read a file that a server wrote, and remove it.
+
+        Args:
+            file: on the file system of the store.
+
+        Returns:
+            `token_ids [T]` int64 and states [T, A+1, H] bfloat16.
+
+        Raises:
+            Damaged: it cannot be read, or `check_form` fails.
+        """
+        import torch
+
+        nobody = CaptureRow(0, torch.empty(0), torch.empty(0))
+        with self._naming_a_full_disk(), self._taken_over(nobody, file) as mine:
+            token_ids, states = self._load(mine)
+            states = states.to(torch.bfloat16)
+            self.check_form(token_ids, states)
+            return token_ids, states
+
     @contextmanager
     def _taken_over(self, row: CaptureRow, file: Path) -> Iterator[Path]:
         mine = self.path(row.index).with_name(f".{self.path(row.index).name}.{os.getpid()}.tmp")

@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.models.eagle3.data import shift_batch
 from speculators.train import dataloader
+from speculators.train.recovery import RECOVERY_METADATA_KEY
 from torch.utils.data import DataLoader
 
 from common import acceptance, dataset, log, partition, trim
 from common.acceptance import Acceptance
 from common.errors import InputError, StageError
 from common.hidden_states import HiddenStateStore
+from common.online import OnlineStates
+from common.shards import Shard
 from common.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 _LOG = log.get("loaders")
 _PREFETCH = 4
+_REQUEST_TIMEOUT_S = 600.0
+_REQUEST_RETRIES = 3
 _FLEX_BLOCK = 128
 Rows = NDArray[np.int64]
 
@@ -43,16 +48,20 @@ class TrainingRows:
         store: its captured states.
         sources: of each row.
         boundary: rows before it train, the others are held out.
+        shards: the rows before it, in the parts that train one after the other; one part has them all.
         failed: rows without states, as 03 recorded them.
         unsupervised: rows whose first `total_seq_len` tokens hold nothing to learn.
+        online: the server that the states come from; None where they are stored.
     """
 
     folder: Path
     store: HiddenStateStore
     sources: Sequence[str]
     boundary: int
+    shards: Sequence[Rows]
     failed: Rows
     unsupervised: Rows
+    online: OnlineStates | None = None
 
     @classmethod
     def open(
@@ -62,6 +71,8 @@ class TrainingRows:
         failed: Sequence[int],
         total_seq_len: int,
         eval_ratio: float,
+        shard: Shard | None = None,
+        online: OnlineStates | None = None,
     ) -> TrainingRows:
         """Read ids, sources and masks, and look for each row's file.
 
@@ -71,6 +82,8 @@ class TrainingRows:
             failed: rows that the capture gave up.
             total_seq_len: tokens of a packed batch; longer rows are cut there.
             eval_ratio: share of the rows to hold out, from the end.
+            shard: whose states must be there, beside those of the held-out rows; None needs all.
+            online: a server that gives them; then no file is looked for.
 
         Raises:
             InputError: states are missing, or one of the two parts would be empty.
@@ -78,16 +91,25 @@ class TrainingRows:
         rows = dataset.load(folder)
         plain = rows.with_format(None)
         lengths = dict(enumerate(plain["seq_len"]))
-        missing = sorted(lengths.keys() - store.done(lengths) - set(failed))
+        ids = dataset.ids(rows)
+        boundary = partition.held_out_from(ids, eval_ratio)
+        shards = [np.arange(boundary)]
+        if shard:
+            shards = partition.into_shards(ids[:boundary], plain["seq_len"][:boundary], shard.count)
+            trained_now = set(shards[shard.number - 1].tolist())
+            lengths = {row: n for row, n in lengths.items() if row >= boundary or row in trained_now}
+        missing = [] if online else sorted(lengths.keys() - store.done(lengths) - set(failed))
         if missing:
+            command = f"03_capture_hidden.py --shard {shard}" if shard else "03_capture_hidden.py"
             raise InputError(
                 f"{store.path(missing[0])}: absent, or not of the form that its row needs ({len(missing)} "
-                "such rows). Run 03_capture_hidden.py again; it captures what is missing."
+                f"such rows). Run {command} again; it captures what is missing."
             )
         sources = plain["source"] if "source" in plain.column_names else ["all"] * len(rows)
         unsupervised = _rows_without_loss(rows, total_seq_len)
-        boundary = partition.held_out_from(dataset.ids(rows), eval_ratio)
-        found = cls(folder, store, list(sources), boundary, np.array(failed, np.int64), unsupervised)
+        found = cls(
+            folder, store, list(sources), boundary, shards, np.array(failed, np.int64), unsupervised, online
+        )
         for name, part in (("trained", found.trained), ("held-out", found.held_out)):
             if not len(part):
                 raise InputError(
@@ -123,7 +145,7 @@ class TrainingRows:
         }
 
     def loaders(
-        self, *, total_seq_len: int, dtype: torch.dtype, num_workers: int, seed: int
+        self, *, total_seq_len: int, dtype: torch.dtype, num_workers: int, seed: int, epochs: int = 1
     ) -> tuple[DataLoader, DataLoader]:
         """speculators' loaders of the trained and of the held-out rows, packed into batches.
 
@@ -132,13 +154,14 @@ class TrainingRows:
             dtype: of the states in a batch.
             num_workers: reading processes; 0 reads in this one.
             seed: of the order of the trained rows, the same on every process.
+            epochs: passes over each shard.
         """
         both = dataloader.create_train_val_loaders(
             data_path=str(self.folder),
             total_seq_len=total_seq_len,
             hidden_states_dtype=dtype,
-            transfer=FileTransfer(self.store.folder),
-            on_missing="raise",
+            transfer=self.online.transfer if self.online else FileTransfer(self.store.folder),
+            on_missing="generate" if self.online else "raise",
             hidden_size=self.store.hidden_size,
             num_target_layers=self.store.num_aux,
             num_workers=num_workers,
@@ -147,12 +170,13 @@ class TrainingRows:
             # speculators splits at int(rows x ratio); the half keeps that away from rounding.
             train_data_ratio=(self.boundary + 0.5) / len(self.sources),
             seed=seed,
-            # Nothing is generated while training: every row has its file.
-            vllm_endpoint="",
+            # Asked only where states are not stored. A row that cannot be had ends the run: without it the
+            # batches would be others than a resumed run's.
+            vllm_endpoint=self.online.url if self.online else "",
             verifier_name_or_path="",
-            request_timeout=None,
-            max_retries=0,
-            generation_validation_retries=0,
+            request_timeout=_REQUEST_TIMEOUT_S,
+            max_retries=_REQUEST_RETRIES,
+            generation_validation_retries=1,
             max_consecutive_generation_failures=1,
         )
         for loader, rows, first in zip(both, (self.trained, self.held_out), (0, self.boundary), strict=True):
@@ -160,7 +184,22 @@ class TrainingRows:
             sampler.valid_indices = rows - first
             if num_workers:
                 loader.worker_init_fn = _start_worker
+        if len(self.shards) > 1:
+            _follow_shards(both[0], [np.intersect1d(rows, self.trained) for rows in self.shards], epochs)
         return both
+
+
+def _follow_shards(loader: DataLoader, shards: Sequence[Rows], epochs: int) -> None:
+    """Let the loader's sampler give `epochs` passes over each shard, one shard after the other."""
+    sampler: Any = loader.batch_sampler
+    batches_of_valid = sampler._generate_batches
+
+    def batches(epoch: int) -> list[Rows]:
+        sampler.valid_indices = shards[epoch // epochs]
+        found: list[Rows] = batches_of_valid(epoch)
+        return found
+
+    sampler._generate_batches = batches
 
 
 def _rows_without_loss(rows: datasets.Dataset, total_seq_len: int) -> Rows:
@@ -224,6 +263,12 @@ def require_whole(batch: dict[str, Any]) -> None:
     Raises:
         StageError: a row's states hold other token ids than the row.
     """
+    recovery = batch.pop(RECOVERY_METADATA_KEY, None)
+    if recovery is not None and recovery.failure_count:
+        raise StageError(
+            f"the server gave no states of {recovery.failure_count} rows of a batch: {recovery.error}. When "
+            "it answers again, the same command goes on from the newest checkpoint."
+        )
     if batch["error_records"]:
         raise StageError(
             f"{batch['error_records']} rows of this batch have states of other token ids than their own: "

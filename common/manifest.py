@@ -106,7 +106,9 @@ def _load(path: Path, made_by: str) -> Manifest:
     )
 
 
-def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bool) -> bool:
+def begin(
+    folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bool, finished: bool = True
+) -> bool:
     """Decide whether a stage has to work: fresh, resumed, already done, or refused.
 
     Args:
@@ -116,6 +118,7 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
             back.
         accept_stale: keep finished or begun output although an input changed. What is begun records the
             inputs' names; a finished manifest is left alone, as later stages know it by its fingerprint.
+        finished: False where a stage has something to add to its finished output.
 
     Returns:
         True when the stage has to work, False when its finished output is still right.
@@ -139,6 +142,9 @@ def begin(folder: Path, manifest: Manifest, *, overwrite: bool, accept_stale: bo
                 "without an error. Pass --overwrite to make it again, or --accept-stale to keep it."
             )
         manifest.accepted_stale = sorted({*manifest.accepted_stale, *earlier.accepted_stale, *stale})
+    if done.exists() and not finished:
+        reopen(folder)
+        return True
     if done.exists():
         _LOG.info("%s: already done, nothing to do (--overwrite makes it again)", folder)
         return False
@@ -225,6 +231,12 @@ def _refuse_other_making(folder: Path, earlier: Manifest, manifest: Manifest) ->
             f"{folder} was made by {manifest.stage} with other settings: {'; '.join(changed)}. "
             "Pass --overwrite to make it again, or another --run-dir to keep both."
         )
+
+
+def fingerprint_of_making(found: Manifest) -> str:
+    """A short hash of how output came about, for one that is replaced piece by piece."""
+    making = (found.stage, found.config, found.inputs, found.facts)
+    return fingerprint_of(json.dumps(making, sort_keys=True))
 
 
 def require_made_from(

@@ -41,11 +41,17 @@ class Output:
         self.drafter, self.checkpoints = args.run_dir / "drafter", args.run_dir / "checkpoints"
         self._specforge = args.run_dir / "specforge"
         self._args, self._verifier, self._token_counts = args, inputs.model, inputs.token_counts
+        self._failed = inputs.failed
         finished = (self.drafter / manifest.NAME).exists()
         self._fresh = args.overwrite or not (args.resume or finished)
         self._record = manifest.Manifest(
             stage="04_train",
-            config={name: getattr(args, name) for name in _DECIDING} | {"verifier": inputs.model.name},
+            config={name: getattr(args, name) for name in _DECIDING}
+            | {
+                "verifier": inputs.model.name,
+                "shard": args.shard and args.shard.making,
+                "hidden_states": "online" if inputs.online else None,
+            },
             inputs=inputs.fingerprints,
             facts={**inputs.facts, **inputs.model.facts()},
             accepted_stale=inputs.accepted_stale,
@@ -95,7 +101,15 @@ class Output:
             manifest.abandon(self.drafter)
 
     def finish(self, start: Start, outcome: Outcome) -> None:
-        """Write the best drafter, in bfloat16, and what it is worth beside its start."""
+        """Write the best drafter, in bfloat16, and what it is worth beside its start.
+
+        A shard that is not the last one only leaves word that its states may go.
+        """
+        shard, run_dir = self._args.shard, self._args.run_dir
+        if shard and not shard.is_last:
+            shard.record_trained(run_dir, self._failed)
+            _LOG.info("shard %s is trained; its states go when 03 captures the next one", shard)
+            return
         _show(start.step0, outcome)
         drafter.save(start.model, self.drafter)
         if self._args.load_test:
@@ -115,6 +129,8 @@ class Output:
         }
         model_card.write(self.drafter, record)
         record.write(self.drafter)
+        if shard:
+            shard.record_trained(run_dir, self._failed)
         _LOG.info("%s: done", self.drafter)
         self.export()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from common.acceptance import Acceptance
 from common.draft_vocab import DraftVocab
 from common.hidden_states import HiddenStateStore
 from common.loaders import HeldOut, TrainingRows
-from common.processes import is_main
+from common.processes import is_main, main_decides
 from common.step0 import require_step0
 from common.train_inputs import Inputs
 from common.training import Settings
@@ -76,13 +77,18 @@ class Start:
             failed=inputs.failed,
             total_seq_len=args.total_seq_len,
             eval_ratio=args.eval_ratio,
+            shard=args.shard,
+            online=inputs.online,
         )
+        if inputs.online:
+            main_decides(partial(inputs.online.prove, inputs.model))
         workers = args.num_workers
         train_loader, held_out_loader = rows.loaders(
             total_seq_len=args.total_seq_len,
             dtype=dtype,
             num_workers=(0 if device.type == "cpu" else 4) if workers is None else workers,
             seed=args.seed,
+            epochs=args.epochs,
         )
         held_out = HeldOut(rows, held_out_loader, inputs.model, args.ttt_steps)
         step0 = known or _measure(args, inputs, model.to(device), plan, held_out)  # type: ignore[arg-type]

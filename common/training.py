@@ -25,6 +25,7 @@ from common.acceptance import Acceptance
 from common.errors import InputError, StageError
 from common.loaders import HeldOut, Rows, require_whole
 from common.processes import is_main, main_decides
+from common.shards import Shard
 from common.train_checkpoints import StepCheckpointer
 
 _LOG = log.get("training")
@@ -47,6 +48,7 @@ class Settings:
         save_every: steps from checkpoint to checkpoint, beside one at each epoch's end.
         keep_last: checkpoints kept, beside the best.
         max_bad_steps: steps without finite gradient that are skipped before the run stops.
+        shard: of the rows, which are trained shard by shard; None trains all of them together.
     """
 
     lr: float
@@ -60,6 +62,17 @@ class Settings:
     save_every: int
     keep_last: int
     max_bad_steps: int
+    shard: Shard | None = None
+
+    @property
+    def all_epochs(self) -> int:
+        """Passes over the rows of one shard after the other."""
+        return self.epochs * (self.shard.count if self.shard else 1)
+
+    @property
+    def last_epoch(self) -> int:
+        """Behind the passes of this shard."""
+        return self.epochs * (self.shard.number if self.shard else 1)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Settings:
@@ -97,7 +110,7 @@ def count_steps(loader: DataLoader, settings: Settings) -> int:
     """
     sampler: Any = loader.batch_sampler
     steps = 0
-    for epoch in range(settings.epochs):
+    for epoch in range(settings.all_epochs):
         steps += len(sampler._generate_batches(epoch))
         if settings.max_steps is not None and steps >= settings.max_steps:
             return settings.max_steps
@@ -115,7 +128,7 @@ def trainer_config(settings: Settings, folder: Path, steps: int, dtype: torch.dt
     )
     return speculators_trainer.TrainerConfig(
         lr=settings.lr,
-        num_epochs=settings.epochs,
+        num_epochs=settings.all_epochs,
         save_path=str(folder),
         resume_from_checkpoint=True,
         train_call_kwargs=train_kwargs,
@@ -225,7 +238,7 @@ class Trainer(speculators_trainer.Trainer):
                 self.total_steps, unit="steps", description="train", initial=self.global_step
             ) as bar:
                 self._bar, self._stopping = bar, stopping
-                for epoch in range(self.current_epoch, self.settings.epochs):
+                for epoch in range(self.current_epoch, self.settings.last_epoch):
                     if self.global_step < self.total_steps:
                         self.train_epoch(epoch)
         return self._outcome()

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from common import atomic_io, hub, manifest
+from common import atomic_io, hub, log, manifest
 from common.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+_LOG = log.get("verifier")
 TensorName = Literal["embed_tokens", "lm_head", "norm"]
 
 # Suffixes: multimodal verifiers nest the language model (Kimi-K2.5: `language_model.model.norm.weight`,
@@ -133,6 +134,38 @@ class Verifier:
     def default_layer_ids(self) -> list[int]:
         """vLLM's own default for EAGLE-3: `[2, N//2, N-3]`, id L being the output after L layers."""
         return [2, self.num_layers // 2, self.num_layers - 3]
+
+    def settle_layer_ids(
+        self, flag: list[int] | None, inherited: list[int] | None, *, three: bool
+    ) -> list[int]:
+        """Choose the aux ids, and refuse those that would be captured as something else than meant.
+
+        Args:
+            flag: `--layer-ids`.
+            inherited: what the stage before recorded.
+            three: whether only three will do.
+
+        Raises:
+            InputError: they are not ascending ids below the last layer's.
+        """
+        last = self.num_layers
+        ids = manifest.settle("layer ids", flag=flag, inherited=inherited, default=self.default_layer_ids)
+        counted = (
+            f"Ids count as in vLLM: id L is the output after L of the verifier's {last} layers. SpecForge, "
+            "TorchSpec and SGLang count from 0: add one to each of theirs."
+        )
+        if last in ids:
+            raise InputError(
+                f"--layer-ids {ids}: {last}, the last layer, is always captured beside the three; "
+                "name three below it"
+            )
+        if (len(ids) != 3 and three) or ids != sorted(set(ids)):
+            raise InputError(f"--layer-ids {ids}: expected three different ids in ascending order. {counted}")
+        if ids[0] < 1 or ids[-1] >= last:
+            raise InputError(f"--layer-ids {ids}: expected ids from 1 to {last - 1}. {counted}")
+        if ids == [layer - 1 for layer in self.default_layer_ids]:
+            _LOG.warning("layer ids: %s look as if they were counted from 0. %s", ids, counted)
+        return ids
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -23,12 +23,12 @@ FLOORS = (
     {"errors", "log", "atomic_io", "cli", "hub"},
     {
         *("manifest", "conversations", "dataset", "draft_vocab", "layouts", "sources", "split", "workers"),
-        *("partition", "trim"),
+        *("partition", "shards", "trim"),
     },
     {"verifier", "checkpoint", "inference_pool", "vllm_server", "hidden_states", "demo_verifier"},
     {
         *("chat", "responses", "generation", "capture", "capture_vllm", "capture_transformers"),
-        *("capture_rows", "load_test"),
+        *("capture_rows", "load_test", "online"),
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
         *("acceptance", "processes", "train_inputs", "train_metrics"),
     },
