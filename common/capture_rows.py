@@ -186,7 +186,10 @@ class Choice:
         args, record, parts = self.args, self.record, self.rows.parts
         if args.shard and args.shard.number > 1:
             return self._without_lost(store)
-        if not args.fit_disk or record is None or parts is None or record.created:
+        if not args.fit_disk or record is None or parts is None:
+            return self
+        if record.created:
+            _LOG.info("fit disk: the %d rows that were chosen when this set was begun", len(self.rows))
             return self
         sizes = [store.bytes_of({row: length}) + _BLOCK_BYTES for row, length in self.rows.lengths.items()]
         # What --overwrite replaces goes before most of the new is written.
