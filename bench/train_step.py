@@ -268,7 +268,7 @@ def main() -> None:
         lines += step_lines(shape, *turns.kept())
     notes = [
         f"{_TOKENS} tokens a step, {torch.get_num_threads()} threads, {dtype}, no reading processes; "
-        "medians over steps; the ratio is the median of the steps' ratios.",
+        "medians over steps; the ratio is the median of the steps' ratios, in brackets their quartiles.",
     ]
     measure.report(__file__, args, lines, notes)
 

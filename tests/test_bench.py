@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import growth, measure
+from bench import acceptance, growth, measure, train_step
 from bench.__main__ import SCRIPTS, summary
 from bench.measure import Line, Ratio, Spent
 from common.errors import StageError
+from common.evaluation import Answer, Run
 from tests.conftest import ROOT
 
 
@@ -78,6 +79,31 @@ def test_the_start_of_a_process_does_not_hide_how_time_grows() -> None:
     linear, flat = growth.growth_lines("01", [Spent(3.5, 100), Spent(5, 100), Spent(11, 400)])
     assert (linear.met, flat.met) == ("yes", "no")
     assert flat.ratio.median == pytest.approx(0.5)
+
+
+def served(drafts: int, accepted: list[int], answers: dict[str, list[int]]) -> Run:
+    """A run of 05 with the steps of each prompt's answer."""
+    told = [Answer(key, "s", [[0]], accepted_by_step=[steps]) for key, steps in answers.items()]
+    return Run("d", "d", "f", "p", True, 3, 16, drafts, accepted, 9, 1.0, 0, told)
+
+
+def test_accepted_drafts_are_divided_by_the_counters_and_the_interval_is_over_prompts() -> None:
+    ours = served(4, [3, 2, 1], {"a": [3, 1], "b": [2, 0]})
+    beside = served(8, [2, 1, 1], {"b": [1, 0, 0, 0], "a": [3, 0, 0, 0]})
+    assert acceptance.accepted(ours) == 1.5
+    found = acceptance.ratio(ours, beside)
+    assert found.median == 3.0
+    # Only a: (4 / 2) / (3 / 4); only b: (2 / 2) / (1 / 4).
+    assert (found.low, found.high) == (pytest.approx(8 / 3), pytest.approx(4.0))
+
+
+def test_a_step_is_compared_with_its_own_neighbour() -> None:
+    step, wait = train_step.step_lines(
+        train_step.SHAPES[0], [1.0, 3.0, 2.0], [2.0, 3.0, 4.0], [0.0, 0.0, 0.06]
+    )
+    assert step.ratio.median == 0.5
+    assert step.met == "yes"
+    assert wait.ratio.median == pytest.approx(0.0099, abs=1e-4)  # 0.06 / 6.06
 
 
 def test_results_make_the_table_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
