@@ -24,11 +24,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from common import atomic_io, capture_rows, cli, log, manifest, verifier, vllm_server
+from common import atomic_io, capture_rows, cli, log, manifest, store_forms, verifier, vllm_server
 from common.capture import Capture, Rows, verify
 from common.capture_rows import Choice
 from common.errors import InputError
 from common.hidden_states import Backend, ContentCheck, HiddenStateStore
+from common.store_forms import StoreForm
 
 STAGE = Path(__file__).stem
 _LOG = log.get(STAGE)
@@ -71,7 +72,19 @@ def build_parser() -> argparse.ArgumentParser:
     states.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the computation, for --backend transformers; default: bfloat16, as it is stored",
+        help="of the computation, for --backend transformers; default: bfloat16",
+    )
+    states.add_argument(
+        "--store-dtype",
+        choices=tuple(store_forms.PRECISIONS),
+        default="bfloat16",
+        help="of the files: 2, 1 or 1.25 bytes a value; mixed: aux states in fp8, the last one in bfloat16",
+    )
+    states.add_argument(
+        "--compress",
+        choices=store_forms.COMPRESSIONS,
+        default="none",
+        help="pack each file without loss; such files are read by this project's 04 only, as are mixed ones",
     )
     states.add_argument(
         "--batch-tokens",
@@ -170,7 +183,7 @@ def main(args: argparse.Namespace) -> int:
                 raise
         record.counts = plan.choice.account(capture.counts())
         record.write(folder)
-        _LOG.info("%s: %d rows, %s", folder, len(plan.rows), log.human_bytes(record.counts["bytes"]))
+        _LOG.info("%s: %d rows, %s", folder, len(plan.rows), plan.store.describe(record.counts))
     return 0
 
 
@@ -249,6 +262,8 @@ class Plan:
             "layer_ids": self.layer_ids,
             "backend": self.args.backend,
             "dtype": self.dtype,
+            "store_dtype": self.args.store_dtype,
+            "compress": self.args.compress,
             "probe": self.args.probe,
             **capture_rows.config(self.args),
             **capture_rows.shard_config(self.args),
@@ -264,6 +279,7 @@ class Plan:
             "final_layer_id": self.model.num_layers,
             "pre_norm": True,
             "dtype": "bfloat16",
+            **self.store.form.facts(),
             "backend": self.args.backend,
             **self.choice.facts,
         }
@@ -277,7 +293,8 @@ class Plan:
     def store(self) -> HiddenStateStore:
         """What is filled."""
         name = "hidden_states" if self.args.probe is None else "probe_states"
-        return HiddenStateStore(self.args.run_dir / name, self.model.hidden_size, len(self.layer_ids))
+        form = StoreForm(self.args.store_dtype, self.args.compress)
+        return HiddenStateStore(self.args.run_dir / name, self.model.hidden_size, len(self.layer_ids), form)
 
     @property
     def is_done(self) -> bool:

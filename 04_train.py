@@ -238,7 +238,7 @@ def _probe(args: argparse.Namespace, device: torch.device) -> None:
     states = manifest.read(folder / "probe_states", "03_capture_hidden.py --probe 32 --layer-ids ...")
     captured = states.facts["layer_ids"]
     model = verifier.from_args(args, states.facts)
-    store = HiddenStateStore(folder / "probe_states", model.hidden_size, len(captured))
+    store = HiddenStateStore.made_with(states.facts, folder / "probe_states", model.hidden_size)
     data = dataset.load(folder / "dataset")
 
     def measure(head: Eagle3DraftModel, columns: list[int]) -> Acceptance:

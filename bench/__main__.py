@@ -21,6 +21,7 @@ SCRIPTS = {
     "2": "vocab",
     "3": "generate",
     "4": "capture",
+    "5": "store_forms",
     "6": "train_step",
     "7": "acceptance",
     "8": "memory",

@@ -224,7 +224,8 @@ class Capture:
             bar.update(len(row.token_ids))
         self._judging = self._tally.rate >= _JUDGED_RATE
         _LOG.info(
-            "content: the first %d rows give the verifier's own next token at %.1f %% of the positions; %s",
+            "content: the first %d rows' last states give the token that the verifier itself ranks first (in "
+            "vLLM's prompt_logprobs) at %.1f %% of the positions; %s",
             *(len(probe), 100 * sum(agreements) / len(agreements), self._tally),
         )
 

@@ -35,7 +35,7 @@ class TransformersBackend:
         dtype: torch.dtype,
         batch_tokens: int,
     ) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging
 
         if not sys.stderr.isatty():
@@ -44,7 +44,8 @@ class TransformersBackend:
         self._layer_ids = layer_ids
         self._batch_tokens = batch_tokens
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        auto: Any = AutoModelForImageTextToText if verifier.is_multimodal else AutoModelForCausalLM
+        model = auto.from_pretrained(
             verifier.name,
             revision=verifier.revision,
             trust_remote_code=verifier.trust_remote_code,
@@ -65,9 +66,8 @@ class TransformersBackend:
     ) -> Outcome:
         kept, states = row.kept, states[row.start :]
         try:
-            self._store.check_form(kept.token_ids, states)
-            check(kept, states, None if predicted is None else predicted[row.start :])
-            self._store.write(row.index, kept.token_ids, states)
+            with self._store.storing(row.index, kept.token_ids, states) as stored:
+                check(kept, stored, None if predicted is None else predicted[row.start :])
         except Damaged as error:
             return error
         return None

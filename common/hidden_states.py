@@ -1,4 +1,4 @@
-"""The store of hidden states: one file a row, checked before it counts, in speculators' own form."""
+"""The store of hidden states: one file a row, checked before it counts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import shutil
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from common import atomic_io, log
+from common import atomic_io, log, store_forms
 from common.errors import StageError
+from common.store_forms import StoreForm
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from common.verifier import Verifier
 
 _LOG = log.get("hidden_states")
-BYTES_PER_VALUE = 2  # bfloat16
-_BYTES_PER_TOKEN_ID = 8
-_HEADER_BYTES = 192
+_HEADER_BYTES = 400
 
 # bfloat16 keeps 8 bits: logits that differ by less than this part of the largest are equal to a server
 # that computes them in bfloat16, and it may name either token.
@@ -100,7 +99,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class HiddenStateStore:
-    """`hs_<row>.safetensors` with `hidden_states [T, A+1, H]` bfloat16 and `token_ids [T]` int64.
+    """`hs_<row>.safetensors` with the states [T, A+1, H] of a row and its `token_ids [T]` int64.
 
     The last of the A+1 states is the last layer's output before the final norm. A file has its name only when
     it is whole and synced.
@@ -109,59 +108,88 @@ class HiddenStateStore:
         folder: usually `RUN/hidden_states`.
         hidden_size: H.
         num_aux: A.
+        form: in which states lie in the files.
     """
 
     folder: Path
     hidden_size: int
     num_aux: int = 3
+    form: StoreForm = field(default_factory=StoreForm)
+
+    @classmethod
+    def made_with(cls, facts: Mapping[str, Any], folder: Path, hidden_size: int) -> HiddenStateStore:
+        """The store of a finished folder, by the facts of its manifest."""
+        return cls(folder, hidden_size, len(facts["layer_ids"]), StoreForm.of(facts))
 
     @property
     def bytes_per_token(self) -> int:
-        """(A+1) x H x 2 B of states and 8 B of token id."""
-        return (self.num_aux + 1) * self.hidden_size * BYTES_PER_VALUE + _BYTES_PER_TOKEN_ID
+        """Of states and token id; with compression no more than that."""
+        return self.form.bytes_per_token(self.num_aux + 1, self.hidden_size)
 
     @property
     def formula(self) -> str:
         """How `bytes_per_token` comes about, for a first screen."""
-        return f"({self.num_aux + 1} states x H {self.hidden_size} x {BYTES_PER_VALUE} B + 8 B of token id)"
+        return self.form.formula(self.num_aux + 1, self.hidden_size)
 
     def bytes_of(self, lengths: Mapping[int, int]) -> int:
-        """Bytes on disk of rows with these lengths in tokens."""
+        """Bytes on disk of rows with these lengths in tokens; with compression no more than that."""
         return sum(lengths.values()) * self.bytes_per_token + len(lengths) * _HEADER_BYTES
+
+    def describe(self, counts: Mapping[str, int]) -> str:
+        """What the files take, for a last screen.
+
+        Args:
+            counts: `bytes` and `tokens` of the files.
+        """
+        plain = StoreForm().bytes_per_token(self.num_aux + 1, self.hidden_size)
+        each = counts["bytes"] / max(counts["tokens"], 1)
+        return (
+            f"{log.human_bytes(counts['bytes'])} / {log.human_count(counts['tokens'])} tokens = "
+            f"{each:.0f} B a token, {each / plain:.3f} of plain bfloat16"
+        )
 
     def path(self, row: int) -> Path:
         """The file of a row of the data set."""
         return self.folder / f"hs_{row}.safetensors"
 
     def write(self, row: int, token_ids: torch.Tensor, states: torch.Tensor) -> None:
-        """Write a row: aside, synced, renamed.
+        """Write a row that needs no other check than its form. Arguments and errors are `storing`'s."""
+        with self.storing(row, token_ids, states):
+            pass
+
+    @contextmanager
+    def storing(self, row: int, token_ids: torch.Tensor, states: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Round a row's states to what is kept, and write them when the block has looked at that.
 
         Args:
             row: index in the data set.
             token_ids: [T] int64.
-            states: [T, A+1, H] in any floating point; stored as bfloat16.
+            states: [T, A+1, H] in any floating point.
+
+        Yields:
+            [T, A+1, H] bfloat16, as they will be read; when the block raises, nothing is kept.
 
         Raises:
             Damaged: `check_form` fails.
             DiskFull: no space is left.
         """
-        import torch
-        from safetensors.torch import save
-
-        states = states.to(torch.bfloat16).contiguous()
-        self.check_form(token_ids, states)
-        # Not save_file: it hides the number of the system's error, and with it a full disk.
-        content = save({"hidden_states": states, "token_ids": token_ids.contiguous()})
+        # Before they are rounded: fp8 has no infinity, and would make a large number of it.
+        self.check_form(token_ids, states.bfloat16())
+        packed = self.form.precision.pack(states)
+        kept = self.form.precision.unpack(packed)
+        yield kept
+        content = self.form.to_bytes(token_ids, packed, list(kept.shape))
+        # Aside, synced, renamed.
         with self._naming_a_full_disk(), atomic_io.replacing(self.path(row), "wb") as file:
             file.write(content)
 
     def read(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A row's `token_ids [T]` int64 and `hidden_states [T, A+1, H]` bfloat16.
+        """A row's `token_ids [T]` int64 and states [T, A+1, H] bfloat16.
 
         Raises:
-            Damaged: the file cannot be read or is not of this form.
+            Damaged: the file cannot be read or is not of the store's form.
         """
-        return self._load(self.path(row))
+        return _load(self.path(row), self.form)
 
     @contextmanager
     def adopting(self, row: CaptureRow, file: Path) -> Iterator[torch.Tensor]:
@@ -175,25 +203,22 @@ class HiddenStateStore:
             file: gone afterwards, whether it was taken or not.
 
         Yields:
-            [T - start, A+1, H] bfloat16; when the block raises, nothing is kept.
+            [T - start, A+1, H] bfloat16, as they will be read; when the block raises, nothing is kept.
 
         Raises:
             Damaged: it cannot be read, holds another row, or `check_form` fails.
             DiskFull: no space is left.
         """
-        import torch
-
         with self._naming_a_full_disk(), self._taken_over(row, file) as mine:
-            token_ids, states = self._load(mine)
+            token_ids, states = _load(mine, None)
             check_ids(token_ids, row.token_ids)
             token_ids, states = token_ids[row.start :], states[row.start :]
-            rewrite = states.dtype != torch.bfloat16 or row.start > 0
-            states = states.to(torch.bfloat16)
+            if row.start or not self._header_fits(mine, len(token_ids)):
+                with self.storing(row.index, token_ids, states) as kept:
+                    yield kept
+                return
             self.check_form(token_ids, states)
             yield states
-            if rewrite:
-                self.write(row.index, token_ids, states)
-                return
             with mine.open("rb") as synced:
                 os.fsync(synced.fileno())
             mine.rename(self.path(row.index))
@@ -215,14 +240,15 @@ class HiddenStateStore:
 
         nobody = CaptureRow(0, torch.empty(0), torch.empty(0))
         with self._naming_a_full_disk(), self._taken_over(nobody, file) as mine:
-            token_ids, states = self._load(mine)
+            token_ids, states = _load(mine, None)
             states = states.to(torch.bfloat16)
             self.check_form(token_ids, states)
             return token_ids, states
 
     @contextmanager
     def _taken_over(self, row: CaptureRow, file: Path) -> Iterator[Path]:
-        mine = self.path(row.index).with_name(f".{self.path(row.index).name}.{os.getpid()}.tmp")
+        # Another name than the one that is written to: these states are read from the file as they are used.
+        mine = self.path(row.index).with_name(f".{self.path(row.index).name}.{os.getpid()}.served.tmp")
         try:
             shutil.move(file, mine)
             # Looked at after the move: a link would have been moved as a link.
@@ -304,27 +330,11 @@ class HiddenStateStore:
             folder = folder.parent
         return shutil.disk_usage(folder).free
 
-    def _load(self, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            tensors = load_file(path)
-            return tensors["token_ids"], tensors["hidden_states"]
-        except (SafetensorError, OSError, KeyError) as error:
-            raise Damaged("unreadable", f"{path.name} cannot be read: {error}") from None
-
     def _header_fits(self, path: Path, length: int) -> bool:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         try:
-            with safe_open(path, framework="pt") as file:
-                states, ids = file.get_slice("hidden_states"), file.get_slice("token_ids")
-                return (states.get_dtype(), states.get_shape(), ids.get_shape()) == (
-                    "BF16",
-                    [length, self.num_aux + 1, self.hidden_size],
-                    [length],
-                )
+            return self.form.fits(path, [length, self.num_aux + 1, self.hidden_size])
         except (SafetensorError, OSError):
             return False
 
@@ -339,6 +349,16 @@ class HiddenStateStore:
                 f"{self.folder}: the disk is full ({log.human_bytes(self.free_bytes())} free). Every file "
                 "that is there is whole: free some space and run the same command again."
             ) from error
+
+
+def _load(path: Path, form: StoreForm | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `store_forms.read`, with `Damaged` for what is wrong with the file."""
+    from safetensors import SafetensorError
+
+    try:
+        return store_forms.read(path, form)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise Damaged("unreadable", f"{path.name} cannot be read: {error}") from None
 
 
 def check_ids(found: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from hs_connectors import FileTransfer
 from numpy.typing import NDArray
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.models.eagle3.data import shift_batch
@@ -26,6 +25,7 @@ from common.errors import InputError, StageError
 from common.hidden_states import HiddenStateStore
 from common.online import OnlineStates
 from common.shards import Shard
+from common.transfer import StoreTransfer
 from common.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -102,8 +102,9 @@ class TrainingRows:
         if missing:
             command = f"03_capture_hidden.py --shard {shard}" if shard else "03_capture_hidden.py"
             raise InputError(
-                f"{store.path(missing[0])}: absent, or not of the form that its row needs ({len(missing)} "
-                f"such rows). Run {command} again; it captures what is missing."
+                f"{store.path(missing[0])}: absent, or not {store.form} states of its row's length, as the "
+                f"manifest promises ({len(missing)} such rows). Run {command} again; it captures what is "
+                "missing."
             )
         sources = plain["source"] if "source" in plain.column_names else ["all"] * len(rows)
         unsupervised = _rows_without_loss(rows, total_seq_len)
@@ -160,7 +161,7 @@ class TrainingRows:
             data_path=str(self.folder),
             total_seq_len=total_seq_len,
             hidden_states_dtype=dtype,
-            transfer=self.online.transfer if self.online else FileTransfer(self.store.folder),
+            transfer=self.online.transfer if self.online else StoreTransfer(self.store),
             on_missing="generate" if self.online else "raise",
             hidden_size=self.store.hidden_size,
             num_target_layers=self.store.num_aux,

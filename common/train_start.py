@@ -73,7 +73,9 @@ class Start:
         model, plan, vocab = _build(args, inputs)
         rows = TrainingRows.open(
             inputs.rows,
-            HiddenStateStore(inputs.folder / "hidden_states", inputs.model.hidden_size),
+            HiddenStateStore.made_with(
+                inputs.facts, inputs.folder / "hidden_states", inputs.model.hidden_size
+            ),
             failed=inputs.failed,
             total_seq_len=args.total_seq_len,
             eval_ratio=args.eval_ratio,

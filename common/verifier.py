@@ -92,6 +92,11 @@ class Verifier:
         """
         return getattr(self._outer_config, "text_config", self._outer_config)
 
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the language model is a part of what the folder holds."""
+        return self.config is not self._outer_config
+
     @cached_property
     def _outer_config(self) -> PretrainedConfig:
         from huggingface_hub.errors import StrictDataclassError

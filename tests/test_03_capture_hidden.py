@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common import dataset, manifest
 from common.capture import Capture, Rows
@@ -24,10 +29,12 @@ from common.capture_vllm import VllmBackend
 from common.errors import InputError, StageError
 from common.hidden_states import CaptureRow, Check, ContentCheck, HiddenStateStore, Outcome
 from common.inference_pool import InferencePool
+from common.store_forms import StoreForm
 from common.verifier import Verifier
 from tests.conftest import ROOT, load_script
+from tests.faulty_server import FaultyServer
 from tests.reference_states import TEXTS, relative_errors, write_rows
-from tests.tiny_verifiers import DEEPSEEK_IDS, DEEPSEEK_LAYERS, save_deepseek_v3
+from tests.tiny_verifiers import DEEPSEEK_IDS, DEEPSEEK_LAYERS, save_deepseek_v3, save_kimi_k25
 
 H = 128
 
@@ -74,6 +81,18 @@ def test_states_computed_here_equal_transformers_own_for_smollm2(
     assert max(relative_errors(HiddenStateStore(states, 576), rows, verifier_dir, [2, 15, 27])) < 5e-2
     facts = manifest.read(states, "03").facts
     assert (facts["layer_ids"], facts["final_layer_id"], facts["pre_norm"]) == ([2, 15, 27], 30, True)
+
+
+def test_a_language_model_nested_as_kimis_gives_the_states_of_its_own(
+    tiny: Path, run_dir: Path, states: Path
+) -> None:
+    kimi = save_kimi_k25(run_dir / "kimi", tiny)
+    rows = write_rows(run_dir / "dataset", kimi)
+    arguments = ["--run-dir", run_dir, "--verifier", kimi, "--backend", "transformers", "--dtype", "float32"]
+    assert stage(*arguments, "--layer-ids", *map(str, DEEPSEEK_IDS)) == 0
+    assert max(relative_errors(HiddenStateStore(states, H), rows, tiny, DEEPSEEK_IDS)) < 1e-2
+    facts = manifest.read(states, "03").facts
+    assert (facts["layer_ids"], facts["final_layer_id"]) == (DEEPSEEK_IDS, DEEPSEEK_LAYERS)
 
 
 def test_speculators_data_set_reads_the_run_folder(
@@ -140,6 +159,43 @@ def test_a_wrong_last_state_stops_the_run_at_the_first_rows(
     with pytest.raises(StageError, match=f"the rest was not sent.*{words[mistake]}"):
         capture(backend, rows, store, content)
     assert not list(states.glob("hs_*"))
+
+
+# --------------------------------------------------------------------------------------------------------
+# Small
+
+
+def test_a_packed_fp8_store_is_what_its_manifest_says(
+    here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = [*here, "--store-dtype", "fp8", "--compress", "zstd"]
+    assert stage(*packed) == 0
+    shown = capsys.readouterr().err
+    assert "at most (4 states x (H 128 x 1 B + 4 B of scale) + 8 B of token id) before zstd" in shown
+    assert "of plain bfloat16" in shown
+    made = manifest.read(states, "03")
+    assert (made.facts["store_dtype"], made.facts["compress"]) == ("fp8", "zstd")
+    assert made.counts["bytes"] < 0.55 * made.counts["tokens"] * (4 * H * 2)
+    store = HiddenStateStore.made_with(made.facts, states, H)
+    assert store.form == StoreForm("fp8", "zstd")
+    assert stage(*packed, "--verify") == 0
+    content = bytearray(store.path(1).read_bytes())
+    content[-1000] ^= 1
+    store.path(1).write_bytes(content)
+    assert stage(*packed, "--verify") == 1
+    assert "1 of 4 files are damaged" in capsys.readouterr().err
+
+
+def test_a_store_begun_in_one_form_is_not_continued_in_another(
+    here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage(*here, "--store-dtype", "mixed") == 0
+    capsys.readouterr()
+    assert stage(*here, "--compress", "zstd") == 2
+    shown = capsys.readouterr().err
+    assert "--store-dtype was 'mixed', now 'bfloat16'" in shown
+    assert "--compress was 'none', now 'zstd'" in shown
+    assert HiddenStateStore(states, H, form=StoreForm("mixed")).read(0)[1].shape[1:] == (4, H)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -293,6 +349,7 @@ def test_a_run_killed_in_the_middle_is_completed_by_the_same_command(
 ) -> None:
     rows = write_rows(run_dir / "dataset", verifier_dir, TEXTS * 8)
     arguments = ["--run-dir", run_dir, "--verifier", verifier_dir, "--backend", "transformers"]
+    arguments += ["--store-dtype", "fp8", "--compress", "zstd"]
     command = [sys.executable, ROOT / "03_capture_hidden.py", *arguments, "--batch-tokens", "1"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     while len(list(states.glob("hs_*"))) < 3 and process.poll() is None:
@@ -308,6 +365,37 @@ def test_a_run_killed_in_the_middle_is_completed_by_the_same_command(
     assert manifest.read(states, "03").counts["written"] == len(rows)
     assert not list(states.glob(".*.tmp"))
     assert stage(*arguments, "--verify") == 0
+
+
+def test_a_disk_that_fills_up_during_the_run_stops_it_and_the_same_command_completes_it(
+    tiny: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(run_dir / "dataset", tiny, TEXTS * 20)
+    small = run_dir / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", small], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        # Just enough by the formula, which does not know that a file of 70 kB takes whole pages.
+        store = HiddenStateStore(small / "hidden_states", H)
+        needed = store.bytes_of({row: len(ids) for row, ids in enumerate(rows)})
+        (small / "filler").write_bytes(bytes(shutil.disk_usage(small).free - needed - 8192))
+        arguments = ["--run-dir", small, "--dataset", run_dir / "dataset", "--verifier", tiny]
+        arguments += ["--backend", "transformers", "--layer-ids", "1", "3", "5"]
+        assert stage(*arguments) == 1
+        assert "the disk is full" in capsys.readouterr().err
+        there = {path.name: path.stat().st_mtime_ns for path in store.folder.glob("hs_*")}
+        assert 40 < len(there) < 80
+        assert len(store.done({row: len(ids) for row, ids in enumerate(rows)})) == len(there)
+        assert not list(store.folder.glob(".*.tmp"))
+        (small / "filler").unlink()
+        assert stage(*arguments) == 0
+        assert manifest.read(store.folder, "03").counts["written"] == 80
+        assert {name: (store.folder / name).stat().st_mtime_ns for name in there} == there
+        assert stage(*arguments, "--verify") == 0
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 class Scripted:
@@ -351,6 +439,54 @@ def scripted(tmp_path: Path) -> tuple[Rows, HiddenStateStore, ContentCheck]:
     (tmp_path / "states").mkdir()
     store = HiddenStateStore(tmp_path / "states", 16)
     return Rows.load(tmp_path / "rows"), store, ContentCheck(torch.ones(16), torch.eye(16), 1e-6)
+
+
+async def test_a_server_that_restarts_in_the_middle_costs_no_row(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    store = replace(store, form=StoreForm("mixed", "zstd"))
+    shared = store.folder / ".incoming"
+    shared.mkdir()
+    numbers = itertools.count()
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        """As a capturing vLLM."""
+        ids = torch.tensor(body["prompt"])
+        states = torch.ones(len(ids), 4, 16)
+        states[:, -1] = 20 * torch.eye(16)[ids.roll(-1)]
+        file = shared / f"{next(numbers)}.safetensors"
+        save_file({"hidden_states": states.bfloat16(), "token_ids": ids}, file)
+        said = [None, *({str(token): {"rank": 1}} for token in body["prompt"][1:])]
+        return {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "model": body["model"],
+            "choices": [{"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": said}],
+            "kv_transfer_params": {"hidden_states_path": str(file), "layer_ids": [1, 2, 3, 4]},
+        }
+
+    def restart() -> None:
+        while server.answered < 20:
+            time.sleep(0.001)
+        server.stop()
+        (shared / "half.safetensors").write_bytes(b"half")
+        time.sleep(0.2)
+        server.start()
+
+    with FaultyServer(answer=answer) as server:
+        thread = threading.Thread(target=restart)
+        thread.start()
+        async with InferencePool([server.url], concurrency=4) as pool:
+            backend = VllmBackend(pool, "stub", store, shared, [1, 2, 3, 4], ["vllm"])
+            work = Capture(rows, store, content, 0.0)
+            await work.run(nullcontext(backend), list(rows.lengths))
+        thread.join()
+        assert len(server.bodies) >= 100
+    counts = work.counts()
+    assert (counts["written"], counts["failed"]) == (100, 0)
+    for row in range(100):
+        assert torch.equal(store.read(row)[0], rows[row].token_ids)
 
 
 def test_rows_that_fail_once_are_tried_again(scripted: tuple[Rows, HiddenStateStore, ContentCheck]) -> None:
@@ -506,7 +642,7 @@ def test_conversations_that_fit_are_taken_and_stay_chosen(
 def test_verify_finds_a_flipped_file_and_names_it(
     here: Sequence[str | Path], states: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     assert stage(*here) == 0
     assert stage(*here, "--verify") == 0

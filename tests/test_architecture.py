@@ -23,14 +23,14 @@ FLOORS = (
     {"errors", "log", "atomic_io", "cli", "hub"},
     {
         *("manifest", "conversations", "dataset", "draft_vocab", "layouts", "sources", "split", "workers"),
-        *("partition", "shards", "trim"),
+        *("partition", "shards", "store_forms", "trim"),
     },
     {"verifier", "checkpoint", "inference_pool", "vllm_server", "hidden_states", "demo_verifier"},
     {
         *("chat", "responses", "generation", "capture", "capture_vllm", "capture_transformers"),
         *("capture_rows", "load_test", "online"),
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
-        *("acceptance", "processes", "train_inputs", "train_metrics"),
+        *("acceptance", "processes", "train_inputs", "train_metrics", "transfer"),
     },
     {"warm_start", "step0", "evaluation", "report", "train_start", "train_output", "model_card"},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from common import dataset, loaders
 from common.errors import InputError
 from common.hidden_states import HiddenStateStore
 from common.loaders import TrainingRows
+from common.store_forms import StoreForm
 
 H = 8
 
@@ -109,6 +111,25 @@ def test_a_batch_is_what_speculators_makes_of_exactly_our_rows(tmp_path: Path) -
     (other,) = list(held_out)
     assert loaders.rows_of_batch(held_out, 0, 0) == [3]
     assert other["input_ids"][0, :3].tolist() == [301, 302, 303]
+
+
+@pytest.mark.parametrize("form", [StoreForm("fp8"), StoreForm("mixed", "zstd")], ids=str)
+def test_another_form_of_the_store_gives_the_same_batches(tmp_path: Path, form: StoreForm) -> None:
+    run = write_run(tmp_path, [(f"r{i}", "s", 5, [3]) for i in range(6)])
+    plain = HiddenStateStore(run / "hidden_states", H)
+    stored = [(ids, states.clone()) for ids, states in map(plain.read, range(6))]
+    packed = replace(plain, form=form)
+    before = list(opened(run).loaders(total_seq_len=12, dtype=torch.float32, num_workers=0, seed=0)[0])
+    for row, (token_ids, states) in enumerate(stored):
+        packed.write(row, token_ids, states)
+    with pytest.raises(InputError, match=r"absent, or not bfloat16 states of its row's length.*6 such rows"):
+        opened(run)
+    rows = TrainingRows.open(run / "dataset", packed, failed=(), total_seq_len=12, eval_ratio=0.4)
+    after = list(rows.loaders(total_seq_len=12, dtype=torch.float32, num_workers=0, seed=0)[0])
+    assert len(after) == len(before)
+    for mine, theirs in zip(after, before, strict=True):
+        # The states are small whole numbers, which fp8 has exactly.
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine if name != "error_records")
 
 
 def test_the_order_of_rows_is_the_seeds_and_changes_with_the_epoch(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -68,4 +69,50 @@ def save_deepseek_v3(folder: Path, tokenizer_from: Path) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer_from / name, folder / name)
+    return folder
+
+
+def save_kimi_k25(folder: Path, language_model: Path) -> Path:
+    """Kimi-K2.5's shape: a nested `text_config`, and the tensors of `save_deepseek_v3` as `language_model.*`.
+
+    The vision tower has no tensors: capture uses none of it.
+    """
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True)
+    text = json.loads((language_model / "config.json").read_text())
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": "bfloat16",
+        "text_config": {**text, "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+        },
+        "projection_hidden_size": 64,
+        "image_token_id": 4,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    # vLLM reads it at its start, also where it is told to serve the language model only.
+    images = {
+        "merge_kernel_size": 2,
+        "temporal_merge_kernel_size": 4,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "patch_size": 14,
+        "in_patch_limit": 64,
+        "patch_limit_on_one_side": 8,
+        "fixed_output_tokens": None,
+        "in_patch_limit_each_frame": 64,
+        "in_patch_limit_video": 64,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": images}))
+    tensors = load_file(language_model / "model.safetensors")
+    save_file({f"language_model.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(language_model / name, folder / name)
     return folder
