@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 STAGE = Path(__file__).stem
 _LOG = log.get(STAGE)
+_TOKENIZERS = ("transformers.models.auto.tokenization_auto",)  # it imports PyTorch
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -227,7 +228,7 @@ def _scan(sources: list[Source], spool: Path, count: int, keep: bool) -> Scan:
     with (
         (spool / "prompts").open("wb") as prompts,
         (spool / "answered").open("wb") as answered,
-        workers.parallel(count) as parallel,
+        workers.parallel(count, preload=_TOKENIZERS if keep else ()) as parallel,
     ):
         for source in sources:
             shapes: Counter[str] = Counter()
@@ -351,7 +352,7 @@ def _write_dataset(
     render = functools.partial(_render, replace(model), record.config["max_length"])
     count = int((fates == split.TRAIN).sum())
     with (
-        workers.parallel(args.workers) as parallel,
+        workers.parallel(args.workers, preload=_TOKENIZERS) as parallel,
         log.bar(count, unit="conversations", description="tokens") as bar,
     ):
         results = parallel(render, _answered(spool, fates))

@@ -33,7 +33,7 @@ _TOLERANCE = 0.05  # bfloat16 sums in other batches
 
 def main() -> None:
     """Measure and report."""
-    args = measure.begin(measure.parser(__doc__, rows=64, quick=8, rounds=3))
+    args = measure.begin(measure.parser(__doc__, rows=64, quick=8, rounds=2))
     model = Verifier(str(demo_verifier.ensure()))
     with measure.scratch() as folder:
         tokens = write_rows(folder / "dataset", args.rows, model.vocab_size)

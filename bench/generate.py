@@ -29,7 +29,7 @@ _CONCURRENCY = 32
 
 def main() -> None:
     """Measure and report."""
-    args = measure.begin(measure.parser(__doc__, rows=300, quick=16, rounds=3))
+    args = measure.begin(measure.parser(__doc__, rows=300, quick=16, rounds=2))
     model = Verifier(str(demo_verifier.ensure()))
     flags = ["--max-model-len", "2048"]
     with measure.scratch() as folder, measure.server(model, flags, folder / "server.log") as url:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from common import workers
 from common.errors import StageError
+from tests.conftest import ROOT
 
 
 def _square(number: int) -> int:
@@ -57,3 +61,27 @@ def test_a_killed_worker_is_told_with_what_to_do() -> None:
     with pytest.raises(StageError, match="fewer --workers"):
         with workers.parallel(2) as parallel:
             list(parallel(_die, range(3)))
+
+
+# A process of its own, as the first call of one decides what is loaded.
+_PRELOADED = """
+import sys
+from common import workers
+
+def loaded(name):
+    return name in sys.modules
+
+if __name__ == "__main__":
+    with workers.parallel(2, preload=["numpy"]) as parallel:
+        print(list(parallel(loaded, ["numpy", "numpy", "torch"])), "numpy" in sys.modules)
+"""
+
+
+def test_what_all_workers_need_is_there_when_they_begin(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_PRELOADED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[True, True, False] False\n", done.stderr
