@@ -26,6 +26,7 @@ SCRIPTS = {
     "7": "acceptance",
     "8": "memory",
     "9": "growth",
+    "gpu": "gpu",
 }
 
 
