@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import atomic_io, cli, head_flags, manifest, verifier
+from common import atomic_io, cli, head_flags, manifest, training_plan, verifier
 from common.errors import InputError
 from common.shards import Shard
 
@@ -137,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="where vLLM is installed, let it load the finished drafter on the CPU; what it refuses fails "
         "the stage",
     )
+    training_plan.add_arguments(parser)
     verifier.add_arguments(parser)
     return parser
 
@@ -144,6 +145,9 @@ def build_parser() -> argparse.ArgumentParser:
 @cli.stage(build_parser)
 def main(args: argparse.Namespace) -> None:
     _check_ranges(args)
+    if args.plan:
+        training_plan.show(args)
+        return
     if args.shard and _is_trained(args):
         return
     if args.device == "cpu":

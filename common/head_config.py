@@ -61,7 +61,7 @@ def read_head_config(
         InputError: something is missing, or config and tensors contradict each other.
     """
     notes: list[str] = []
-    raw = _flatten(checkpoint.config)
+    raw = flatten(checkpoint.config)
     _refuse_other_architecture(checkpoint)
     hidden = _hidden_size(checkpoint, tensors, verifier)
     geometry = _geometry(checkpoint, tensors, raw, args, notes)
@@ -104,7 +104,7 @@ def read_head_config(
     )
 
 
-def _flatten(config: dict[str, Any]) -> dict[str, Any]:
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
     """Lift speculators' `transformer_layer_config` and the nested `eagle_config`; the top level wins."""
     lifted = {**(config.get("eagle_config") or {}), **(config.get("transformer_layer_config") or {})}
     top = {key: value for key, value in config.items() if value is not None}

@@ -32,7 +32,10 @@ FLOORS = (
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
         *("acceptance", "processes", "train_inputs", "train_metrics", "transfer"),
     },
-    {"warm_start", "step0", "evaluation", "report", "train_start", "train_output", "model_card"},
+    {
+        *("warm_start", "step0", "evaluation", "report", "train_start", "train_output"),
+        *("model_card", "training_plan"),
+    },
 )
 # Runs inside of vLLM's process, where nothing else of ours is wanted.
 APART = {"vllm_connector"}
