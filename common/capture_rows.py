@@ -35,7 +35,7 @@ def add_arguments(rows: argparse._ArgumentGroup) -> None:
         "--context",
         type=int,
         metavar="TOKENS",
-        help="with --trim: keep only so many tokens before the first supervised one; costs acceptance",
+        help="with --trim: keep only so many tokens before the first supervised one; may cost acceptance",
     )
     rows.add_argument(
         "--fit-disk",
