@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="train --epochs passes over the I-th of N parts of the rows, in turn with 03 --shard; one run "
         "with one schedule goes through all N, and the last one writes drafter/",
     )
+    data.add_argument(
+        "--loader-memory",
+        type=float,
+        metavar="GB",
+        help="shared memory for batches that are read ahead, of all processes of a machine (10^9 bytes); "
+        "sets how many are; default: half of what /dev/shm has free",
+    )
     head_flags.add_warm_start_arguments(parser)
     head_flags.add_layer_arguments(parser)
     recipe = parser.add_argument_group("Optimisation")
@@ -91,23 +99,53 @@ def build_parser() -> argparse.ArgumentParser:
     recipe.add_argument(
         "--max-steps", type=int, help="steps after which training stops for good; the schedule ends there"
     )
+    recipe.add_argument(
+        "--max-time",
+        type=cli.seconds,
+        metavar="TIME",
+        help="3h, 90m, 45s or seconds after which no further step begins. Checkpoints and measures between "
+        "steps count, those at the end do not, nor what a kill undid. The schedule follows the greater share "
+        "of steps or time and ends there; as speed varies, no two such runs are equal bit by bit",
+    )
+    recipe.add_argument(
+        "--gradient-accumulation-steps",
+        type=int,
+        default=1,
+        metavar="N",
+        help="packed batches of a step on each device; gradients are averaged",
+    )
     recipe.add_argument("--ttt-steps", type=int, default=3, help="draft tokens in a chain")
     recipe.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="as in speculators")
     recipe.add_argument("--weight-decay", type=float, default=0.01, help="of adamw, as a share of the rate")
     recipe.add_argument(
         "--scheduler",
-        choices=("cosine", "linear", "none"),
+        choices=("cosine", "linear", "constant"),
         default="cosine",
-        help="learning rate after the warm-up, to 0 at the last step; none keeps it from the first step on",
+        help="learning rate after the warm-up; cosine and linear reach 0 at the last step",
     )
     recipe.add_argument("--warmup-ratio", type=float, default=0.05, help="share of the steps")
     recipe.add_argument(
         "--train-lm-head", action=flag, default=True, help="train the drafter's output rows as well"
     )
+    recipe.add_argument(
+        "--anchor",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="pull towards the imported weights, against forgetting: each step takes back rate x W of the "
+        "way; 0: none",
+    )
     recipe.add_argument("--seed", type=int, default=0, help="of new weights and of the order of the rows")
     run = parser.add_argument_group("Running")
     run.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one"
+    )
+    run.add_argument(
+        "--fsdp",
+        action=flag,
+        default=False,
+        help="under torchrun: share weights, gradients and moments out among the devices; checkpoints are "
+        "the same, so a run may go on with or without it",
     )
     run.add_argument(
         "--resume", action=flag, default=True, help="go on from the newest checkpoint; --no-resume drops it"
@@ -118,6 +156,11 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--keep-last", type=int, default=2, help="newest checkpoints kept beside the best one")
     run.add_argument(
         "--max-bad-steps", type=int, default=10, help="steps skipped for their gradient before the run stops"
+    )
+    run.add_argument(
+        "--report-to",
+        choices=("tensorboard", "wandb", "mlflow", "trackio", "none"),
+        help="logger of the metrics beside metrics.jsonl; default: tensorboard where it is installed",
     )
     run.add_argument(
         "--dry-run", action=flag, default=False, help="stop after the import table and one validation pass"
@@ -144,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @cli.stage(build_parser)
 def main(args: argparse.Namespace) -> None:
-    _check_ranges(args)
+    _check_flags(args)
     if args.plan:
         training_plan.show(args)
         return
@@ -194,10 +237,11 @@ def main(args: argparse.Namespace) -> None:
         processes.main_decides(lambda: output.finish(start, outcome))
 
 
-def _check_ranges(args: argparse.Namespace) -> None:
-    """Refuse numbers that no run can have, before a second is spent on them."""
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse what no run can have, before a second is spent on it."""
     at_least_one = ("total_seq_len", "epochs", "max_steps", "ttt_steps", "save_every", "keep_last")
-    not_negative = ("num_workers", "lr", "weight_decay", "max_bad_steps")
+    at_least_one += ("gradient_accumulation_steps",)
+    not_negative = ("num_workers", "loader_memory", "lr", "weight_decay", "max_bad_steps", "anchor")
     shares = ("eval_ratio", "warmup_ratio", "min_step0_acceptance")
     for names, low, high in ((at_least_one, 1, None), (not_negative, 0, None), (shares, 0, 1)):
         for name in names:
@@ -212,6 +256,20 @@ def _check_ranges(args: argparse.Namespace) -> None:
         raise InputError("--hidden-states online stores nothing, so there is nothing to take shard by shard")
     if args.probe_layer_ids and not args.finetune_from:
         raise InputError("--probe-layer-ids needs --finetune-from: it measures an imported head")
+    if args.anchor and not args.finetune_from:
+        raise InputError("--anchor needs --finetune-from: from scratch there is nothing to hold on to")
+    if args.max_time and args.shard:
+        raise InputError(
+            "--max-time and --shard: the time could be up before the last shard, which writes drafter/. "
+            "Limit the run by --epochs or --max-steps"
+        )
+    if args.fsdp and "LOCAL_RANK" not in os.environ:
+        raise InputError("--fsdp needs several processes: start 04_train.py by torchrun")
+    if args.report_to not in (None, "none") and find_spec(args.report_to) is None:
+        raise InputError(
+            f"--report-to {args.report_to}: it is not installed. `pip install {args.report_to}`, or pass "
+            "--report-to none; metrics.jsonl is written in any case"
+        )
     if args.draft_vocab == "checkpoint" and not args.finetune_from:
         raise InputError(
             "--draft-vocab checkpoint needs --finetune-from: from scratch there is no checkpoint"
@@ -255,6 +313,11 @@ def _probe(args: argparse.Namespace, device: torch.device) -> None:
 def _settle_lr(args: argparse.Namespace) -> None:
     default = _FINETUNE_LR if args.finetune_from else _SCRATCH_LR
     args.lr = manifest.settle("learning rate", flag=args.lr, inherited=None, default=default)
+    if args.lr * args.anchor >= 1:
+        raise InputError(
+            f"--anchor {args.anchor} with --lr {args.lr}: each step would take back rate x W = "
+            f"{args.lr * args.anchor:.2f} of the way to the start; W must be less than {1 / args.lr:.3g}"
+        )
 
 
 if __name__ == "__main__":

@@ -48,6 +48,14 @@ class _AsWritten(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def seconds(text: str) -> float:
+    """An argparse type: `3h`, `90m`, `45s`, `1.5d` or plain seconds, in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 3h, 90m, 45s or plain seconds")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
 def stage_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the flags that every stage has.
 

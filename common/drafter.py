@@ -194,18 +194,19 @@ def require_float32(model: torch.nn.Module) -> None:
             )
 
 
-def save(model: Eagle3DraftModel, folder: Path) -> None:
+def save(model: Eagle3DraftModel, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
     """Write `config.json` and a bfloat16 `model.safetensors` that vLLM loads as they are.
 
     Args:
         model: on any device, float32 masters.
         folder: must not hold another drafter.
+        weights: what to write instead of the model's own, by our names.
     """
     state = {
         name: tensor.detach()
         .to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
         .contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (weights or model.state_dict()).items()
         if name not in model._keys_to_ignore_on_save
     }
     folder.mkdir(parents=True, exist_ok=True)

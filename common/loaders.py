@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import datasets
 
 _LOG = log.get("loaders")
-_PREFETCH = 4
 _REQUEST_TIMEOUT_S = 600.0
 _REQUEST_RETRIES = 3
 _FLEX_BLOCK = 128
@@ -46,6 +45,7 @@ class TrainingRows:
     Attributes:
         folder: the data set.
         store: its captured states.
+        ids: of each row.
         sources: of each row.
         boundary: rows before it train, the others are held out.
         shards: the rows before it, in the parts that train one after the other; one part has them all.
@@ -56,6 +56,7 @@ class TrainingRows:
 
     folder: Path
     store: HiddenStateStore
+    ids: Sequence[str]
     sources: Sequence[str]
     boundary: int
     shards: Sequence[Rows]
@@ -108,9 +109,8 @@ class TrainingRows:
             )
         sources = plain["source"] if "source" in plain.column_names else ["all"] * len(rows)
         unsupervised = _rows_without_loss(rows, total_seq_len)
-        found = cls(
-            folder, store, list(sources), boundary, shards, np.array(failed, np.int64), unsupervised, online
-        )
+        failures = np.array(failed, np.int64)
+        found = cls(folder, store, ids, list(sources), boundary, shards, failures, unsupervised, online)
         for name, part in (("trained", found.trained), ("held-out", found.held_out)):
             if not len(part):
                 raise InputError(
@@ -135,6 +135,14 @@ class TrainingRows:
         """Rows that are only measured."""
         return np.setdiff1d(np.arange(self.boundary, len(self.sources)), self.left_out)
 
+    def named(self, rows: Sequence[int]) -> str:
+        """Rows as an error names them: `row 3 (0003#0, code_math), row 7 (...)`."""
+        return ", ".join(f"row {row} ({self.ids[row]}, {self.sources[row]})" for row in rows)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token in a batch: its states, and ids, mask, position and document in int64."""
+        return (self.store.num_aux + 1) * self.store.hidden_size * dtype.itemsize + 4 * torch.int64.itemsize
+
     def counts(self) -> dict[str, Any]:
         """Where each row went, for the manifest."""
         unsupervised = np.setdiff1d(self.unsupervised, self.failed)
@@ -146,7 +154,14 @@ class TrainingRows:
         }
 
     def loaders(
-        self, *, total_seq_len: int, dtype: torch.dtype, num_workers: int, seed: int, epochs: int = 1
+        self,
+        *,
+        total_seq_len: int,
+        dtype: torch.dtype,
+        num_workers: int,
+        seed: int,
+        epochs: int = 1,
+        prefetch: int = 4,
     ) -> tuple[DataLoader, DataLoader]:
         """speculators' loaders of the trained and of the held-out rows, packed into batches.
 
@@ -156,6 +171,7 @@ class TrainingRows:
             num_workers: reading processes; 0 reads in this one.
             seed: of the order of the trained rows, the same on every process.
             epochs: passes over each shard.
+            prefetch: batches that each reading process has ready.
         """
         both = dataloader.create_train_val_loaders(
             data_path=str(self.folder),
@@ -166,7 +182,7 @@ class TrainingRows:
             hidden_size=self.store.hidden_size,
             num_target_layers=self.store.num_aux,
             num_workers=num_workers,
-            prefetch_factor=_PREFETCH,
+            prefetch_factor=prefetch,
             preprocess=shift_batch,
             # speculators splits at int(rows x ratio); the half keeps that away from rounding.
             train_data_ratio=(self.boundary + 0.5) / len(self.sources),
@@ -258,11 +274,16 @@ def rows_of_batch(loader: DataLoader, epoch: int, index: int) -> list[int]:
     return [int(row) + held.start_file_idx for row in sampler._generate_batches(epoch)[index]]
 
 
-def require_whole(batch: dict[str, Any]) -> None:
-    """Stop at a batch that speculators' data set filled with less than its rows.
+def require_whole(batch: dict[str, Any], rows: TrainingRows, numbers: list[int]) -> None:
+    """Stop at a batch that speculators' data set filled with less than its rows, or with nothing to learn.
+
+    Args:
+        batch: as collated.
+        rows: of the data set.
+        numbers: which of them the batch was made of.
 
     Raises:
-        StageError: a row's states hold other token ids than the row.
+        StageError: a row's states hold other token ids than the row, or no token is supervised.
     """
     recovery = batch.pop(RECOVERY_METADATA_KEY, None)
     if recovery is not None and recovery.failure_count:
@@ -272,9 +293,15 @@ def require_whole(batch: dict[str, Any]) -> None:
         )
     if batch["error_records"]:
         raise StageError(
-            f"{batch['error_records']} rows of this batch have states of other token ids than their own: "
-            "dataset/ and hidden_states/ no longer belong together. Run `03_capture_hidden.py --verify`, "
-            "then `03_capture_hidden.py --overwrite`."
+            f"{batch['error_records']} rows of a batch have states of other token ids than their own "
+            f"({rows.named(numbers)}): dataset/ and hidden_states/ no longer belong together. Run "
+            "`03_capture_hidden.py --verify`, then `03_capture_hidden.py --overwrite`."
+        )
+    if not batch["loss_mask"].any():
+        raise StageError(
+            f"no token of a batch is supervised ({rows.named(numbers)}), though each of its rows had one "
+            "when the run began: its loss would be 0 and its step would only decay the weights. dataset/ was "
+            "changed since. Make it again with 01b_generate_synthetic.py or 01_prepare_data.py."
         )
 
 
@@ -345,7 +372,7 @@ class HeldOut:
                 return acceptance.verifier_choices(model, batch, lm_head)
 
         for index, batch in enumerate(self.loader):
-            require_whole(batch)
+            require_whole(batch, self.rows, rows_of_batch(self.loader, 0, index))
             if choose is not None:
                 self._choices.append(choose(batch).cpu())
             yield batch, self._choices[index].to(model.device)

@@ -14,7 +14,8 @@ _TEMPLATE = Path(__file__).with_suffix(".md")
 _STAGE = "04_train"
 _SETTINGS = (
     *("lr", "optimizer", "scheduler", "warmup_ratio", "weight_decay", "epochs", "max_steps"),
-    *("total_seq_len", "train_lm_head", "draft_vocab", "seed"),
+    *("max_time", "total_seq_len", "gradient_accumulation_steps", "anchor"),
+    *("train_lm_head", "draft_vocab", "seed"),
 )
 
 

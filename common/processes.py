@@ -66,6 +66,11 @@ def is_main() -> bool:
     return distributed.get_rank() == 0
 
 
+def count() -> int:
+    """How many processes train together."""
+    return distributed.get_world_size()
+
+
 def main_decides(work: Callable[[], T]) -> T:
     """Let the main process do something that only one may do, and give every process its result.
 

@@ -6,6 +6,8 @@ import argparse
 import shutil
 from collections import Counter
 
+from safetensors.torch import load_file
+
 from common import acceptance, atomic_io, drafter, load_test, log, manifest, model_card
 from common.acceptance import Acceptance
 from common.errors import InputError
@@ -23,6 +25,7 @@ _DECIDING = (
     *("rope_theta", "rms_norm_eps", "max_position_embeddings", "head_layer_ids"),
     *("lr", "epochs", "max_steps", "ttt_steps", "total_seq_len", "optimizer", "weight_decay"),
     *("scheduler", "warmup_ratio", "eval_ratio", "seed"),
+    *("gradient_accumulation_steps", "max_time", "anchor"),
 )
 
 
@@ -111,7 +114,7 @@ class Output:
             _LOG.info("shard %s is trained; its states go when 03 captures the next one", shard)
             return
         _show(start.step0, outcome)
-        drafter.save(start.model, self.drafter)
+        drafter.save(start.model, self.drafter, load_file(outcome.best_weights))
         if self._args.load_test:
             load_test.require_loadable(self.drafter, start.model, self._verifier)
         record = self._record

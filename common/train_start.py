@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 from torch.utils.data import DataLoader
 
-from common import acceptance, atomic_io, drafter, log, training, warm_start
+from common import acceptance, atomic_io, drafter, log, processes, training, warm_start
 from common.acceptance import Acceptance
 from common.draft_vocab import DraftVocab
 from common.hidden_states import HiddenStateStore
+from common.loader_memory import Reading
 from common.loaders import HeldOut, TrainingRows
 from common.processes import is_main, main_decides
 from common.step0 import require_step0
@@ -84,29 +86,35 @@ class Start:
         )
         if inputs.online:
             main_decides(partial(inputs.online.prove, inputs.model))
-        workers = args.num_workers
+        reading = Reading.fit(
+            tokens=args.total_seq_len,
+            token_bytes=rows.token_bytes(dtype),
+            workers=args.num_workers,
+            default=0 if device.type == "cpu" else 4,
+            limit=args.loader_memory and 1e9 * args.loader_memory,
+        )
+        reading.describe()
         train_loader, held_out_loader = rows.loaders(
             total_seq_len=args.total_seq_len,
             dtype=dtype,
-            num_workers=(0 if device.type == "cpu" else 4) if workers is None else workers,
+            num_workers=reading.workers,
+            prefetch=reading.prefetch,
             seed=args.seed,
             epochs=args.epochs,
         )
         held_out = HeldOut(rows, held_out_loader, inputs.model, args.ttt_steps)
-        step0 = known or _measure(args, inputs, model.to(device), plan, held_out)  # type: ignore[arg-type]
+        model.to(device)  # type: ignore[arg-type]
+
+        def report(step0: dict[str, Acceptance]) -> None:
+            if args.report_json and is_main():
+                atomic_io.write_json(args.report_json, _report(model, plan, vocab, step0))
+
+        if known:
+            report(known)
+        step0 = known or _measure(args, inputs, model, plan, held_out, report)
         start = cls(model, plan, vocab, rows, train_loader, held_out, step0)
         start.describe(Settings.of(args), args.total_seq_len)
-        if args.report_json and is_main():
-            atomic_io.write_json(args.report_json, start.report)
         return start
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """For `--report-json`: `{layout, tensors, draft_vocab, step0}`."""
-        table = self.plan.report() if self.plan else _scratch_report(self.model, self.vocab)
-        parts = {source: part.as_json() for source, part in self.step0.items()}
-        whole = acceptance.total(self.step0.values()).as_json()
-        return {**table, "step0": {**whole, "by_source": parts}}
 
     def describe(self, settings: Settings, total_seq_len: int) -> None:
         """Show what the run will be, each number with its formula."""
@@ -116,13 +124,18 @@ class Start:
             *(len(rows.sources), len(rows.trained), len(rows.held_out), len(rows.left_out)),
         )
         _LOG.info(
-            "steps: %d = min(%d epochs x packed batches of %d tokens a device, --max-steps %s)",
-            *(steps, settings.epochs, total_seq_len, settings.max_steps or "none"),
+            "steps: %d = min(%d epochs x packed batches of %d tokens a device / %d a step, --max-steps %s)%s",
+            *(steps, settings.epochs, total_seq_len, settings.gradient_accumulation_steps),
+            settings.max_steps or "none",
+            f", ended after {log.human_seconds(settings.max_time)}" if settings.max_time else "",
         )
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        parts = "float32 weight, gradient, two moments" + (", bfloat16 anchor" if settings.anchor else "")
+        each, devices = 16 + 2 * bool(settings.anchor), processes.count() if settings.fsdp else 1
         _LOG.info(
-            "trained: %s parameters x 16 bytes (float32 weight, gradient, two moments) = %s a device",
-            *(log.human_count(trained), log.human_bytes(16 * trained)),
+            "trained: %s parameters x %d bytes (%s)%s = %s a device",
+            *(log.human_count(trained), each, parts, f" / {devices} devices (--fsdp)" if devices > 1 else ""),
+            log.human_bytes(each * trained / devices),
         )
         coverage = self.held_out.coverage(self.model)
         if coverage is not None:
@@ -150,6 +163,15 @@ def _build(args: argparse.Namespace, inputs: Inputs) -> tuple[Eagle3DraftModel, 
     return drafter.build(config, vocab, inputs.model, train_lm_head=args.train_lm_head), None, vocab
 
 
+def _report(
+    model: Eagle3DraftModel, plan: Plan | None, vocab: DraftVocab, step0: dict[str, Acceptance]
+) -> dict[str, Any]:
+    """For `--report-json`: `{layout, tensors, draft_vocab, step0}`."""
+    table = plan.report() if plan else _scratch_report(model, vocab)
+    parts = {source: part.as_json() for source, part in step0.items()}
+    return {**table, "step0": {**acceptance.total(step0.values()).as_json(), "by_source": parts}}
+
+
 def _scratch_report(model: Eagle3DraftModel, vocab: DraftVocab) -> dict[str, Any]:
     """The import table of a drafter that is imported from nowhere."""
     tensors = []
@@ -172,12 +194,15 @@ def _measure(
     model: Eagle3DraftModel,
     plan: Plan | None,
     held_out: HeldOut,
+    report: Callable[[dict[str, Acceptance]], None],
 ) -> dict[str, Acceptance]:
-    """One pass over the held-out rows; an imported head has to pass the gate."""
+    """One pass over the held-out rows; an imported head has to pass the gate after the report."""
     passes: list[dict[str, Acceptance]] = []
 
     def measure(candidate: Eagle3DraftModel) -> Acceptance:
         passes.append(held_out.by_source(candidate.to(model.device)))  # type: ignore[arg-type]
+        if len(passes) == 1:
+            report(passes[0])
         return acceptance.total(passes[-1].values())
 
     if plan is not None:

@@ -96,6 +96,7 @@ def test_a_run_leaves_checkpoints_metrics_and_a_drafter(undisturbed: Path) -> No
     assert sorted(losses) == [1, 2, 3, 4, 5, 6, 7]
     assert losses[7]["loss"] < losses[1]["loss"]
     assert sorted(metrics(undisturbed, "held_out")) == [0, 3, 6, 7]
+    assert (undisturbed / "checkpoints" / "training.png").read_bytes().startswith(b"\x89PNG")
     made = manifest.read(undisturbed / "drafter", "04_train.py")
     assert made.counts["read"] == 40
     assert made.counts["written"] == 36
@@ -193,6 +194,7 @@ def test_sigterm_saves_the_step_and_exits_130(undisturbed: Path, source: Path, t
     assert code == 130
     steps = [int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()]
     assert 4 <= max(steps) <= 6
+    assert (run / "checkpoints" / "training.png").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert train(run, source) == 0
     require_same_run(undisturbed, run)
@@ -279,6 +281,20 @@ def test_dry_run_of_the_public_head_reports_and_writes_nothing_else(
     assert 0.15 < step0["by_position"][0] < 0.4
 
 
+def test_the_report_is_written_also_where_the_step_0_gate_stops_the_run(
+    source: Path, public_head: Path, tmp_path: Path, capsys
+) -> None:
+    run, report = tmp_path / "run", tmp_path / "report.json"
+    flags = ["--run-dir", str(run), "--data-from", str(source), "--finetune-from", str(public_head), *PUBLIC]
+    gate = ["--min-step0-acceptance", "0.9", "--report-json", str(report)]
+    assert load_script("04_train").main([*flags, *gate]) == 1
+    assert "0.9" in capsys.readouterr().err
+    found = json.loads(report.read_text())
+    assert 0.15 < found["step0"]["by_position"][0] < 0.4
+    assert found["draft_vocab"] == {"kept": 4096, "new": 0, "dropped": 0}
+    assert not (run / "checkpoints").exists()
+
+
 def test_lm_head_trains_unless_it_is_told_not_to(undisturbed: Path, source: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(run, source, "--max-steps", "1", "--no-train-lm-head") == 0
@@ -329,7 +345,7 @@ def test_a_step_without_finite_gradient_is_skipped_and_counted(
     )
     error = capsys.readouterr().err
     assert "had no finite gradient" in error
-    assert 3 in json.loads(error.split("the last on rows")[1].split(".")[0])
+    assert "row 3 (0003#0, instructions)" in error
 
 
 def test_states_of_other_tokens_stop_the_run(own_states: Path, tmp_path: Path, capsys) -> None:
@@ -372,15 +388,48 @@ def test_inputs_of_another_making_stop_the_run(own_states: Path, tmp_path: Path,
         (["--eval-ratio", "1"], "--eval-ratio 1.0: must be in [0, 1)"),
         (["--lr", "-1"], "--lr -1.0: must be at least 0"),
         (["--draft-vocab", "checkpoint"], "needs --finetune-from"),
+        (["--gradient-accumulation-steps", "0"], "--gradient-accumulation-steps 0: must be at least 1"),
+        (["--anchor", "10"], "--anchor needs --finetune-from"),
+        (["--max-time", "3h", "--shard", "1/2"], "--max-time and --shard"),
+        (["--fsdp"], "start 04_train.py by torchrun"),
+        (["--max-time", "3 hours"], "'3 hours' is no time: write 3h, 90m, 45s or plain seconds"),
+        (["--max-time", "0s"], "'0s' is no time"),
+        (["--scheduler", "none"], "choose from"),
         (["--device", "cuda"], "no GPU is visible"),
     ],
 )
 def test_impossible_flags_are_named(flags: list[str], says: str, tmp_path: Path, capsys) -> None:
     if flags == ["--device", "cuda"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert load_script("04_train").main(["--run-dir", str(tmp_path / "run"), *flags]) == 2
+    assert exit_code(["--run-dir", str(tmp_path / "run"), *flags]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def exit_code(argv: list[str]) -> int:
+    """argparse leaves by SystemExit."""
+    try:
+        return load_script("04_train").main(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_a_logger_that_is_not_installed_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("04_train")
+    monkeypatch.setattr(script, "find_spec", lambda name: None)
+    assert script.main(["--run-dir", str(tmp_path / "run"), "--report-to", "wandb"]) == 2
+    assert "`pip install wandb`" in capsys.readouterr().err
+
+
+def test_an_anchor_that_would_take_back_everything_is_refused(
+    source: Path, public_head: Path, tmp_path: Path, capsys
+) -> None:
+    flags = ["--run-dir", str(tmp_path / "run"), "--data-from", str(source)]
+    flags += ["--finetune-from", str(public_head), "--lr", "1e-3", "--anchor", "1000"]
+    assert load_script("04_train").main(flags) == 2
+    assert "rate x W = 1.00 of the way to the start; W must be less than 1e+03" in capsys.readouterr().err
 
 
 def test_a_missing_capture_names_the_stage(tmp_path: Path, capsys) -> None:

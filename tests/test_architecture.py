@@ -31,6 +31,7 @@ FLOORS = (
         *("capture_rows", "load_test", "online"),
         *("head_flags", "head_config", "head_rows", "drafter", "loaders", "train_checkpoints", "training"),
         *("acceptance", "processes", "train_inputs", "train_metrics", "transfer"),
+        *("train_guards", "anchor", "loader_memory"),
     },
     {
         *("warm_start", "step0", "evaluation", "report", "train_start", "train_output"),

@@ -55,6 +55,13 @@ def parse(tmp_path: Path):
 # Which value wins
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("3h", 10800), ("90m", 5400), ("45s", 45), ("1.5d", 129600), ("20", 20)]
+)
+def test_times_are_read_in_seconds(text: str, seconds: float) -> None:
+    assert cli.seconds(text) == seconds
+
+
 def test_a_flag_beats_the_file_and_the_file_beats_the_default(parse) -> None:
     assert parse("").lr == 1e-3
     assert parse("lr: 0.5").lr == 0.5

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import dataset, loaders
-from common.errors import InputError
+from common.errors import InputError, StageError
 from common.hidden_states import HiddenStateStore
 from common.loaders import TrainingRows
 from common.store_forms import StoreForm
@@ -130,6 +130,17 @@ def test_another_form_of_the_store_gives_the_same_batches(tmp_path: Path, form: 
     for mine, theirs in zip(after, before, strict=True):
         # The states are small whole numbers, which fp8 has exactly.
         assert all(torch.equal(mine[name], theirs[name]) for name in mine if name != "error_records")
+
+
+def test_a_batch_without_a_supervised_token_is_an_error_that_names_its_rows(tmp_path: Path) -> None:
+    """Rows are chosen by their masks; this is a data set that was changed under a run."""
+    rows = opened(write_run(tmp_path, [(f"{one}#0", "chat", 5, [3]) for one in "abc"]))
+    train, _ = rows.loaders(total_seq_len=12, dtype=torch.float32, num_workers=0, seed=0)
+    (batch,) = list(train)
+    loaders.require_whole(batch, rows, [0, 1])
+    batch["loss_mask"].zero_()
+    with pytest.raises(StageError, match=r"no token .* \(row 0 \(a#0, chat\), row 1 \(b#0, chat\)\)"):
+        loaders.require_whole(batch, rows, [0, 1])
 
 
 def test_the_order_of_rows_is_the_seeds_and_changes_with_the_epoch(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,10 +50,16 @@ class Loader:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "max_steps", "steps"), [(3, None, 15), (2, None, 9), (3, 7, 7), (3, 5, 5), (3, 99, 15)]
+    ("epochs", "max_steps", "batches", "steps"),
+    [
+        *[(3, None, 1, 15), (2, None, 1, 9), (3, 7, 1, 7), (3, 5, 1, 5), (3, 99, 1, 15)],
+        *[(3, None, 2, 8), (3, None, 4, 5), (1, None, 9, 1), (3, 4, 2, 4)],  # 3 + 2 + 3, 2 + 1 + 2
+    ],
 )
-def test_steps_are_counted_epoch_by_epoch(epochs: int, max_steps: int | None, steps: int) -> None:
-    settings = replace(SETTINGS, epochs=epochs, max_steps=max_steps)
+def test_steps_are_counted_epoch_by_epoch(
+    epochs: int, max_steps: int | None, batches: int, steps: int
+) -> None:
+    settings = replace(SETTINGS, epochs=epochs, max_steps=max_steps, gradient_accumulation_steps=batches)
     assert training.count_steps(Loader(), settings) == steps  # type: ignore[arg-type]
 
 
@@ -122,6 +129,25 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     found = events.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(3, 2.5)]
+
+
+def test_another_logger_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package: what speculators' logger sends to it, and under which name."""
+    sent: list[tuple[dict[str, float], int]] = []
+    named: list[str] = []
+
+    def init(*, name: str, **_: object) -> types.SimpleNamespace:
+        named.append(name)
+        return types.SimpleNamespace(log=lambda values, step: sent.append((values, step)))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with train_metrics.recording(tmp_path / "run" / "checkpoints", step=0, report_to="wandb"):
+        train_metrics.trained(3, {"loss": 2.5})
+        train_metrics.held_out(3, {"a": Acceptance(4, (2,))})
+    assert named == ["run"]
+    assert sent[0] == ({"train/loss": 2.5}, 3)
+    assert sent[1][0]["held_out/acceptance_length"] == 1.5
+    assert not (tmp_path / "run" / "checkpoints" / "tensorboard").exists()
 
 
 def test_one_process_decides_for_itself() -> None:
