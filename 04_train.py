@@ -263,7 +263,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--max-time and --shard: the time could be up before the last shard, which writes drafter/. "
             "Limit the run by --epochs or --max-steps"
         )
-    if args.fsdp and "LOCAL_RANK" not in os.environ:
+    if args.fsdp and not args.plan and "LOCAL_RANK" not in os.environ:
         raise InputError("--fsdp needs several processes: start 04_train.py by torchrun")
     if args.report_to not in (None, "none") and find_spec(args.report_to) is None:
         raise InputError(

@@ -217,9 +217,6 @@ class Plan:
         model.lm_head.weight.requires_grad_(self.args.train_lm_head)
         return model
 
-    def _option(self, name: str, otherwise: Any) -> Any:
-        return vars(self.args).get(name, otherwise)
-
     @property
     def trained(self) -> int:
         """Parameters with a gradient."""
@@ -260,7 +257,7 @@ class Plan:
 
     def memory(self) -> Iterator[Line]:
         """What one process holds at its fullest moment."""
-        shared = self.sizes.gpus if self._option("fsdp", False) else 1
+        shared = self.sizes.gpus if self.args.fsdp else 1
         for name, size, formula in self._fixed():
             shown = f"{formula} / {shared} (--fsdp)" if shared > 1 else formula
             yield Line(name, log.human_bytes(size / shared), shown)
@@ -281,9 +278,9 @@ class Plan:
             yield "moments", size, f"muon: 4 B x {matrices:,}, adamw: 8 B x {trained - matrices:,}"
         else:
             yield "moments", 2 * _FLOAT * trained, f"adamw: 8 B x {trained:,}"
-        if self._option("anchor", 0.0):
+        if self.args.anchor:
             yield "anchor", _HALF * trained, f"2 B x {trained:,}"
-        if self.sizes.gpus > 1 and not self._option("fsdp", False):
+        if self.sizes.gpus > 1 and not self.args.fsdp:
             yield "DDP's buckets", _FLOAT * trained, f"4 B x {trained:,}"
         if self.args.device != "cpu":
             copied = trained + self.sizes.draft_vocab_size * self.sizes.hidden_size
@@ -317,7 +314,7 @@ class Plan:
         return self._total_of(self.args.total_seq_len)
 
     def _total_of(self, tokens: int) -> float:
-        shared = self.sizes.gpus if self._option("fsdp", False) else 1
+        shared = self.sizes.gpus if self.args.fsdp else 1
         fixed = sum(size for _, size, _ in self._fixed()) / shared
         return fixed + (1 + _SCRATCH) * self.activations_of(tokens)
 
@@ -330,7 +327,7 @@ class Plan:
         batches = f"{self.sizes.gpus} processes x 2 loaders x {workers} workers x {_PREFETCH} batches"
         size: float = self.sizes.gpus * 2 * workers * _PREFETCH * args.total_seq_len * self.token_bytes
         form = f"{batches} x {args.total_seq_len} tokens x {self.token_bytes:,} B; /dev/shm may allow less"
-        limit = self._option("loader_memory", None)
+        limit = args.loader_memory
         if limit and 1e9 * limit < size:
             size, form = 1e9 * limit, f"--loader-memory, which allows fewer than {batches}"
         yield Line("loader memory", log.human_bytes(size), form)
@@ -354,7 +351,7 @@ class Plan:
         """Steps, and hours where the speed is known."""
         args = self.args
         tokens = int(self.sizes.rows * (1 - args.eval_ratio)) * self.sizes.row_tokens
-        accumulated = self._option("gradient_accumulation_steps", 1)
+        accumulated = args.gradient_accumulation_steps
         a_step = args.total_seq_len * self.sizes.gpus * accumulated
         steps = args.epochs * math.ceil(tokens / a_step)
         form = (

@@ -202,3 +202,27 @@ def test_what_files_tell_is_not_assumed(captured_run: Path, verifier_dir: Path) 
 def test_an_assumption_is_a_known_name_and_a_number(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="NAME=NUMBER"):
         training_plan.assumption(text)
+
+
+def test_what_the_devices_share_is_divided_and_what_a_run_adds_is_added(tmp_path: Path) -> None:
+    folder = head(tmp_path, AQ_MEDAI)
+    base = ("--finetune-from", folder, "--draft-vocab", "checkpoint", *DATA)
+    trained = 1_190_948_864
+    plain = Plan.of(flags(*base)).total
+    assert Plan.of(flags(*base, "--anchor", "0.1")).total - plain == 2 * trained
+    # An eighth of weights, gradients, moments and copies, and no buckets of DDP.
+    activations = 1.5 * 4096 * 3_409_920
+    copied = trained + 32000 * 7168
+    fixed = 4 * (2 * trained + EMBEDDING + 32000 * 7168 + 7168) + 8 * trained + 2 * copied
+    assert Plan.of(flags(*base, "--fsdp")).total == pytest.approx(fixed / 8 + activations)
+    # Half the steps, each of two batches.
+    steps = {line.name: line.value for line in Plan.of(flags(*base, "--epochs", "1")).time()}["steps"]
+    twice = flags(*base, "--epochs", "1", "--gradient-accumulation-steps", "2")
+    assert (steps, next(iter(Plan.of(twice).time())).value) == ("1,450", "725")
+
+
+def test_loader_memory_ends_at_its_limit(tmp_path: Path) -> None:
+    base = ("--finetune-from", head(tmp_path, AQ_MEDAI), "--draft-vocab", "checkpoint", *DATA)
+    # 8 processes x 2 loaders x 4 workers x 4 batches x 4096 tokens x 57,344 B
+    assert next(iter(Plan.of(flags(*base)).host())).value == "60.1GB"
+    assert next(iter(Plan.of(flags(*base, "--loader-memory", "20")).host())).value == "20.0GB"
