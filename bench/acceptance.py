@@ -1,13 +1,13 @@
 """Row 7: what finetuning by 04 is worth beside plain speculators and beside random weights, served by vLLM.
 
-    python -m bench.acceptance             # 25 minutes on two cores
-    python -m bench.acceptance --quick     # does it work: five minutes
-    python -m bench.acceptance --search    # how the settings were found: every recipe, 35 minutes
+    python -m bench.acceptance
+    python -m bench.acceptance --quick     # does it work
+    python -m bench.acceptance --search    # every recipe of every side, on held-out rows
 
 The head ../shared/checkpoints/smollm2-eagle3-midlayer was trained on answers to prompts_t0. 01 to 03 make
 rows of another domain (prompts_self_instruct) and a draft vocabulary for it; each side then trains on these
-rows, as many steps of as many tokens, at the settings that were best for it (the search is in this folder's
-README.md). 05 serves every drafter on prompts that no side has seen, at temperature 0; vLLM counts.
+rows, as many steps of as many tokens, by its first recipe below. 05 serves every drafter on prompts that no
+side has seen, at temperature 0; vLLM counts. What was tried so far stands in this folder's README.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _RESAMPLES = 2000
 _GOALS = {"speculators": ">= 1.7", "scratch": ">= 1.4"}
 
 Recipe = tuple[str, ...]
-# What was tried for each side; the first one is the best and the one that is served. Ours and scratch may use
-# the same means. speculators' own defaults (muon, 1e-3, linear, all else as its command has it) come beside.
+# What --search compares; the first one of each side is served. Ours and scratch may use the same means.
+# speculators' own defaults (muon, 1e-3, linear, all else as its command has it) come beside.
 RECIPES: dict[str, tuple[Recipe, ...]] = {
     "ours": (
         ("--optimizer", "muon", "--lr", "2e-3"),
@@ -137,7 +137,7 @@ class Sides:
         self._stage("03_capture_hidden.py", "rows")
 
     def train_all(self) -> dict[str, Path]:
-        """The best of each side, ours first, and beside them speculators' defaults and the head as it is.
+        """The first recipe of each side, ours first; speculators' defaults and the head as it is.
 
         Returns:
             Drafters by name; `--quick` leaves out what only costs time.
