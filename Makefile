@@ -13,8 +13,9 @@ setup:
 demo: setup
 	@./demo.sh
 
+# Two files at a time, one thread each: two that wait for one another's threads would take longer than one.
 test: setup
-	python -m pytest
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	ruff check .
