@@ -148,8 +148,7 @@ def main(args: argparse.Namespace) -> int:
         print(shlex.join(plan.server_command))
         return 0
     if args.verify:
-        made = manifest.read(plan.store.folder, f"{STAGE}.py")
-        verify(plan.rows, plan.store, plan.content, made.counts)
+        _verify(plan)
         return 0
     inputs = {"dataset": manifest.fingerprint(plan.source)}
     record = manifest.Manifest(stage=STAGE, config=plan.config, inputs=inputs, facts=plan.facts)
@@ -180,6 +179,7 @@ def main(args: argparse.Namespace) -> int:
                 # With nothing to resume, the mended command may differ in anything.
                 if manifest.replacing(folder) or not plan.store.done(plan.rows.lengths):
                     manifest.abandon(folder)
+                    plan.choice.forget(folder)
                 raise
         record.counts = plan.choice.account(capture.counts())
         record.write(folder)
@@ -193,6 +193,29 @@ def _is_trained(args: argparse.Namespace) -> bool:
         return False
     trained: bool = args.shard.is_trained(args.run_dir)
     return trained
+
+
+def _verify(plan: Plan) -> None:
+    """Check a finished store again.
+
+    Raises:
+        InputError: it was made by other flags or from other rows, by which whole files would look damaged.
+        StageError: files are damaged.
+    """
+    folder, args = plan.store.folder, plan.args
+    made, _ = manifest.require_made_from(
+        folder, {"dataset": plan.source}, made_by=f"{STAGE}.py", accept_stale=args.accept_stale
+    )
+    if changed := made.other_settings(plan.config):
+        raise InputError(
+            f"{folder} was made with other settings: {changed}. --verify goes by the flags: pass the same as "
+            "when it was made."
+        )
+    if made.counts.get("shard") != (args.shard and str(args.shard)):
+        raise InputError(
+            f"{folder} holds the states of shard {made.counts['shard']}: pass --shard {made.counts['shard']}."
+        )
+    verify(plan.rows, plan.store, plan.content, made.counts)
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
@@ -338,23 +361,27 @@ def _require_space(plan: Plan) -> None:
     whole = store.bytes_of(lengths)
     there = store.bytes_of({row: lengths[row] for row in store.done(lengths)})
     leaving = there if args.overwrite else sum(path.stat().st_size for path in plan.choice.outdated(store))
-    free = store.free_bytes() + leaving
+    free = store.free_bytes() + leaving + manifest.bytes_to_replace(store.folder)
     missing = whole - (0 if args.overwrite else there)
     _LOG.info(
         "disk: %s tokens x %s = %s, %s of it there; %s free at %s",
         *(log.human_count(sum(lengths.values())), store.formula, size(whole), size(whole - missing)),
         *(size(free), store.folder),
     )
-    mend = "take fewer rows (--fit-disk, or 01_prepare_data.py --max-samples), or go shard by shard (--shard)"
+    mend = "make the states smaller (--store-dtype fp8, --trim), "
+    if args.shard:
+        mend += "or begin anew in more shards (--shard 1/N --overwrite, in both stages)"
+    else:
+        mend += "take fewer rows (--fit-disk, or 01's --max-samples), or go shard by shard (--shard)"
     if missing > free:
         raise InputError(
             f"{store.folder}: {size(missing)} are still to be written and {size(free)} are free. Free some "
-            f"space, put --run-dir on a larger file system, or {mend}."
+            f"space, put --run-dir on a larger file system, {mend}."
         )
     if args.max_disk is not None and whole > args.max_disk * 1e9:
         raise InputError(
             f"{store.folder}: {size(whole)} are needed, --max-disk allows {size(args.max_disk * 1e9)}. Raise "
-            f"it, or {mend}."
+            f"it, {mend}."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,12 +159,13 @@ class Choice:
         boundary = rows.held_out_from(self.args.eval_ratio)
         sizes = list(rows.lengths.values())[:boundary]
         parts = [part.tolist() for part in partition.into_shards(rows.ids[:boundary], sizes, shard.count)]
-        mine = [*parts[shard.number - 1], *range(boundary, len(rows))]
+        lost = frozenset(row for row in shard.failed_before(self.args.run_dir) if row >= boundary)
+        mine = {*parts[shard.number - 1], *range(boundary, len(rows))} - lost
         elsewhere = {
             "trained": sum(map(len, parts[: shard.number - 1])),
             "later_shards": sum(map(len, parts[shard.number :])),
         }
-        return replace(self, rows=rows.only(sorted(mine)), elsewhere=elsewhere)
+        return replace(self, rows=rows.only(sorted(mine)), elsewhere=elsewhere, lost=lost)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -184,8 +186,6 @@ class Choice:
         from common import partition
 
         args, record, parts = self.args, self.record, self.rows.parts
-        if args.shard and args.shard.number > 1:
-            return self._without_lost(store)
         if not args.fit_disk or record is None or parts is None:
             return self
         if record.created:
@@ -194,7 +194,7 @@ class Choice:
         sizes = [store.bytes_of({row: length}) + _BLOCK_BYTES for row, length in self.rows.lengths.items()]
         # What --overwrite replaces goes before most of the new is written.
         old = sum(path.stat().st_size for path in store.folder.glob("hs_*")) if args.overwrite else 0
-        room = float(store.free_bytes() + old)
+        room = float(store.free_bytes() + old + manifest.bytes_to_replace(store.folder))
         if args.max_disk is not None:
             room = min(room, args.max_disk * 1e9)
         which = partition.that_fit(self.rows.ids, sizes, _USABLE * room)
@@ -210,13 +210,6 @@ class Choice:
         )
         counts = parts.fitted_counts(record.counts, which)
         return replace(self, rows=self.full.of(parts.select(which)), record=replace(record, counts=counts))
-
-    def _without_lost(self, store: HiddenStateStore) -> Choice:
-        rows = self.rows
-        first = rows.held_out_from(self.args.eval_ratio)
-        held_out = {row: length for row, length in rows.lengths.items() if row >= first}
-        lost = frozenset(held_out.keys() - store.done(held_out))
-        return replace(self, rows=rows.only(rows.lengths.keys() - lost), lost=lost)
 
     def describe(self, store: HiddenStateStore) -> None:
         """Show what is left out, with its formula."""
@@ -247,6 +240,17 @@ class Choice:
         if self.record is not None and self.rows.parts is not None and not self.record.created:
             trim.write(folder / trim.FOLDER, self.full.data, self.rows.parts, self.record)
 
+    def forget(self, folder: Path) -> None:
+        """Let a run that follows one without any states choose anew: the disk may have more room then.
+
+        Args:
+            folder: `hidden_states/`, after `manifest.abandon`.
+        """
+        from common import trim
+
+        if self.record is not None and not any(folder.glob("hs_*")):
+            shutil.rmtree(folder / trim.FOLDER, ignore_errors=True)
+
     def account(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The counts of the capture, and where the other rows of the data set went."""
         dropped = dict(self.elsewhere)
@@ -258,4 +262,6 @@ class Choice:
         if self.record is not None:
             dropped |= self.record.counts["dropped"]
             counts = counts | {"trimmed": self.record.counts["tokens"]}
+        if self.args.shard:
+            counts = counts | {"shard": str(self.args.shard)}
         return counts | {"read": len(self.full), "dropped": dropped} if dropped else counts

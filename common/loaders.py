@@ -101,11 +101,12 @@ class TrainingRows:
             lengths = {row: n for row, n in lengths.items() if row >= boundary or row in trained_now}
         missing = [] if online else sorted(lengths.keys() - store.done(lengths) - set(failed))
         if missing:
-            command = f"03_capture_hidden.py --shard {shard}" if shard else "03_capture_hidden.py"
+            command = "03_capture_hidden.py again"
+            if shard:
+                command = f"03_capture_hidden.py --shard {shard} (with --overwrite, if it was trained before)"
             raise InputError(
                 f"{store.path(missing[0])}: absent, or not {store.form} states of its row's length, as the "
-                f"manifest promises ({len(missing)} such rows). Run {command} again; it captures what is "
-                "missing."
+                f"manifest promises ({len(missing)} such rows). Run {command}; it captures what is missing."
             )
         sources = plain["source"] if "source" in plain.column_names else ["all"] * len(rows)
         unsupervised = _rows_without_loss(rows, total_seq_len)

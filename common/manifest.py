@@ -66,6 +66,16 @@ class Manifest:
         atomic_io.write_json(folder / NAME, asdict(self))
         (folder / _STARTED).unlink(missing_ok=True)
 
+    def other_settings(self, config: dict[str, Any]) -> str:
+        """What is another than in `config`, for an error; empty where nothing is."""
+        # As JSON has it: a tuple comes back as a list.
+        now = json.loads(json.dumps(config))
+        return "; ".join(
+            f"--{key.replace('_', '-')} was {self.config.get(key)!r}, now {value!r}"
+            for key, value in now.items()
+            if self.config.get(key) != value
+        )
+
     def _reconcile(self, folder: Path) -> None:
         if "read" not in self.counts:
             return
@@ -163,6 +173,11 @@ def replacing(folder: Path) -> bool:
     return (folder / _REPLACED).exists()
 
 
+def bytes_to_replace(folder: Path) -> int:
+    """Size of what --overwrite had put aside before the run was killed; it goes like the rest."""
+    return sum(path.stat().st_size for path in (folder / _REPLACED).rglob("*") if path.is_file())
+
+
 def drop_replaced(folder: Path) -> None:
     """Remove what --overwrite replaces, where both would not fit or the new is sure to come."""
     if replacing(folder):
@@ -177,7 +192,8 @@ def abandon(folder: Path) -> None:
     if replacing(folder):
         for path in _contents(folder):
             _remove(path)
-        _put_back(folder)
+        _put_back(folder)  # with its record, where it was begun only: its files bind settings
+        return
     (folder / _STARTED).unlink(missing_ok=True)
 
 
@@ -219,16 +235,9 @@ def _refuse_other_making(folder: Path, earlier: Manifest, manifest: Manifest) ->
             f"{folder} was made by {earlier.stage}.py, and {manifest.stage}.py would mix its own output into "
             "it. Pass --overwrite to replace it, or another --run-dir to keep both."
         )
-    # As JSON has it: a tuple comes back as a list.
-    config = json.loads(json.dumps(manifest.config))
-    changed = [
-        f"--{key.replace('_', '-')} was {earlier.config.get(key)!r}, now {value!r}"
-        for key, value in config.items()
-        if earlier.config.get(key) != value
-    ]
-    if changed:
+    if changed := earlier.other_settings(manifest.config):
         raise InputError(
-            f"{folder} was made by {manifest.stage} with other settings: {'; '.join(changed)}. "
+            f"{folder} was made by {manifest.stage} with other settings: {changed}. "
             "Pass --overwrite to make it again, or another --run-dir to keep both."
         )
 

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import dataset, manifest
-from common.capture import Capture, Rows
+from common.capture import Capture, Rows, verify
 from common.capture_transformers import TransformersBackend, batches
 from common.capture_vllm import VllmBackend
 from common.errors import InputError, StageError
@@ -184,6 +184,11 @@ def test_a_packed_fp8_store_is_what_its_manifest_says(
     store.path(1).write_bytes(content)
     assert stage(*packed, "--verify") == 1
     assert "1 of 4 files are damaged" in capsys.readouterr().err
+    # By other flags all four would look damaged, and be named for deletion.
+    assert stage(*here, "--verify", "--trim") == 2
+    shown = capsys.readouterr().err
+    assert "--store-dtype was 'fp8', now 'bfloat16'" in shown
+    assert "--trim was None, now True" in shown
 
 
 def test_a_store_begun_in_one_form_is_not_continued_in_another(
@@ -620,7 +625,12 @@ def test_conversations_that_fit_are_taken_and_stay_chosen(
 ) -> None:
     assert stage(*here, "--max-disk", "0.0003") == 2
     assert "take fewer rows (--fit-disk" in capsys.readouterr().err
-    assert stage(*here, "--max-disk", "0.0003", "--fit-disk") == 0
+    few = ["--max-disk", "0.0003", "--fit-disk"]
+    # What was chosen for a run that stored nothing binds none.
+    fewer = ["--max-disk", "0.00025", "--fit-disk", "--backend", "vllm", "--endpoint", "http://127.0.0.1:9"]
+    assert stage(*here, *fewer) == 2
+    assert "fit disk: 2 of 4 rows" in capsys.readouterr().err
+    assert stage(*here, *few) == 0
     made = manifest.read(states, "03")
     # By the hash of their ids: 3 (4e07...), 0 (5fec...), 1 (6b86...), and 2 (d473...) finds no room.
     assert dataset.load(states / "rows").with_format(None)["row"] == [0, 1, 3]
@@ -654,6 +664,20 @@ def test_verify_finds_a_flipped_file_and_names_it(
     shown = capsys.readouterr().err
     assert "1 of 4 files are damaged" in shown
     assert "state 0 at position 3" in shown
+
+
+def test_a_verifier_that_says_something_else_is_noticed_unless_few_rows_were_counted(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    counts = capture(Scripted(store, {}), rows, store, content).counts()
+    assert counts["content"]["hits"] == counts["content"]["looked_at"] > 2500
+    verify(rows, store, content, counts)
+    other = replace(content, lm_head=content.lm_head.roll(1, 0))
+    with pytest.raises(StageError, match=r"predict 0.0% of the supervised tokens, 100.0% when they were"):
+        verify(rows, store, other, counts)
+    # As after a rerun that had one row to do, which is a hard one.
+    verify(rows, store, content, counts | {"content": {"hits": 10, "looked_at": 32}})
 
 
 def test_verify_of_nothing_says_what_to_run(

@@ -122,6 +122,25 @@ def test_what_was_to_be_replaced_comes_back_when_the_new_run_is_abandoned(folder
     assert not begin(folder, record(layer_ids=[1]))
 
 
+def test_a_begun_run_that_comes_back_still_binds_its_settings(folder: Path) -> None:
+    begin(folder, record(layer_ids=[1]))
+    (folder / "hs_0.safetensors").write_text("old")
+    assert begin(folder, record(layer_ids=[2]), overwrite=True)
+    manifest.abandon(folder)
+    with pytest.raises(InputError, match=r"--layer-ids was \[1\], now \[2\]"):
+        begin(folder, record(layer_ids=[2]))
+    assert begin(folder, record(layer_ids=[1]))
+
+
+def test_what_was_put_aside_before_a_kill_counts_as_room(folder: Path) -> None:
+    record(layer_ids=[1]).write(folder)
+    (folder / "hs_0.safetensors").write_bytes(bytes(1000))
+    assert manifest.bytes_to_replace(folder) == 0
+    size = (folder / "manifest.json").stat().st_size
+    begin(folder, record(layer_ids=[2]), overwrite=True)
+    assert manifest.bytes_to_replace(folder) == 1000 + size
+
+
 def test_what_was_replaced_goes_when_the_new_output_is_complete(folder: Path) -> None:
     record(layer_ids=[1]).write(folder)
     begin(folder, record(layer_ids=[2]), overwrite=True)

@@ -153,10 +153,12 @@ def test_what_is_not_due_is_refused_by_name(
         assert words in capsys.readouterr().err
     (run / "hidden_states" / f"hs_{min(kept)}.safetensors").unlink()
     assert train(run, source, "--shard", "1/3") == 2
-    assert "Run 03_capture_hidden.py --shard 1/3 again" in capsys.readouterr().err
+    assert "Run 03_capture_hidden.py --shard 1/3" in capsys.readouterr().err
 
 
-def test_states_go_only_when_the_shard_is_recorded_as_trained(source: Path, tmp_path: Path) -> None:
+def test_states_go_only_when_the_shard_is_recorded_as_trained(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A kill between 03's and 04's work at any place leaves something that the same loop completes."""
     run = begin(tmp_path / "run", source)
     assert capture(run, source, "--shard", "1/2", "--trim", *HOLD) == 0
@@ -172,6 +174,20 @@ def test_states_go_only_when_the_shard_is_recorded_as_trained(source: Path, tmp_
         assert capture(run, source, "--shard", f"{number}/2", "--trim", *HOLD) == 0
         assert train(run, source, "--shard", f"{number}/2") == 0
     assert stored(run) == second
+    # Files of the other shard are not damaged, they are not there.
+    assert capture(run, source, "--shard", "2/2", "--trim", *HOLD, "--verify") == 0
+    assert capture(run, source, "--shard", "1/2", "--trim", *HOLD, "--verify") == 2
+    assert "holds the states of shard 2/2" in capsys.readouterr().err
+    # A held-out file that got lost is captured again: all shards are measured on the same rows.
+    (run / "hidden_states" / f"hs_{max(second)}.safetensors").unlink()
+    trained_once = {"count": 2, "trained": 1, "failed": []}
+    (run / "checkpoints" / "shards.json").write_text(json.dumps(trained_once))
+    assert capture(run, source, "--shard", "2/2", "--trim", *HOLD) == 0
+    assert stored(run) == second
+    assert train(run, source, "--shard", "2/2") == 0
+    # To train all of it once more, both stages begin anew.
+    assert train(run, source, "--shard", "1/2", "--overwrite") == 2
+    assert "--shard 1/2 (with --overwrite, if it was trained before)" in capsys.readouterr().err
     counts = manifest.read(run / "hidden_states", "03").counts
     assert counts["dropped"] == {
         "trained": len(first - second),
