@@ -127,7 +127,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="capture only this many rows, of any layers, into probe_states/ for 04 --probe-layer-ids",
     )
     checks.add_argument(
-        "--verify", action=flag, default=False, help="read a finished store again, check every file, and stop"
+        "--verify",
+        action=flag,
+        default=False,
+        help="read a finished store again, by the flags that made it, check every file, and stop",
     )
     checks.add_argument(
         "--print-server",
@@ -211,10 +214,8 @@ def _verify(plan: Plan) -> None:
             f"{folder} was made with other settings: {changed}. --verify goes by the flags: pass the same as "
             "when it was made."
         )
-    if made.counts.get("shard") != (args.shard and str(args.shard)):
-        raise InputError(
-            f"{folder} holds the states of shard {made.counts['shard']}: pass --shard {made.counts['shard']}."
-        )
+    if args.shard and (held := made.counts.get("shard")) != str(args.shard):
+        raise InputError(f"{folder} holds the states of shard {held}: pass --shard {held}.")
     verify(plan.rows, plan.store, plan.content, made.counts)
 
 
@@ -230,6 +231,11 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError(
             "--server-args asks for pipeline parallelism: the layers of one row would lie in several "
             "processes, and vLLM hands out states of one of them. Use --tensor-parallel-size."
+        )
+    if "--enable-prefix-caching" in args.server_args.split():
+        raise InputError(
+            "--server-args turns prefix caching on: a prefix that the server knows is not computed again, "
+            "and rows would lack its states. Leave out --enable-prefix-caching."
         )
     if args.print_server or args.verify:
         return

@@ -259,6 +259,7 @@ def test_a_disk_that_is_too_small_is_refused(
         (["--backend", "vllm"], "pass --serve"),
         (["--backend", "vllm", "--serve", "--dtype", "float32"], "--dtype is for --backend transformers"),
         (["--backend", "vllm", "--serve", "--server-args", "-pp 2"], "--tensor-parallel-size"),
+        (["--backend", "vllm", "--serve", "--server-args=--enable-prefix-caching"], "would lack its states"),
         (["--backend", "vllm", "--endpoint", "http://127.0.0.1:9"], "does not answer"),
         (["--backend", "vllm", "--serve", "--shared-folder", "/tmp/x"], "belongs to a server of --endpoint"),
         (["--endpoint", "http://127.0.0.1:9"], "leave out --endpoint"),
