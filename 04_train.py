@@ -155,7 +155,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--keep-last", type=int, default=2, help="newest checkpoints kept beside the best one")
     run.add_argument(
-        "--max-bad-steps", type=int, default=10, help="steps skipped for their gradient before the run stops"
+        "--max-bad-steps",
+        type=int,
+        default=10,
+        help="steps that may be skipped, as loss or gradient is not finite, before the run stops",
     )
     run.add_argument(
         "--report-to",
@@ -258,10 +261,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise InputError("--probe-layer-ids needs --finetune-from: it measures an imported head")
     if args.anchor and not args.finetune_from:
         raise InputError("--anchor needs --finetune-from: from scratch there is nothing to hold on to")
-    if args.max_time and args.shard:
+    if args.shard and (args.max_time or args.max_steps):
         raise InputError(
-            "--max-time and --shard: the time could be up before the last shard, which writes drafter/. "
-            "Limit the run by --epochs or --max-steps"
+            f"--max-{'time' if args.max_time else 'steps'} and --shard: the run could end before the last "
+            "shard, which writes drafter/. Limit it by --epochs, which are passes over each shard"
         )
     if args.fsdp and not args.plan and "LOCAL_RANK" not in os.environ:
         raise InputError("--fsdp needs several processes: start 04_train.py by torchrun")
@@ -278,11 +281,6 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _is_trained(args: argparse.Namespace) -> bool:
     """Whether a shard is done with, so that a driver loop can be run again; the last one still exports."""
-    for flag, value in (("--max-steps", args.max_steps),):
-        if value is not None:
-            raise InputError(
-                f"{flag} does not go with --shard, whose schedule spans all shards: use --epochs"
-            )
     if args.overwrite or not args.resume:
         args.shard.require_first("--overwrite" if args.overwrite else "--no-resume")
         return False
@@ -316,7 +314,7 @@ def _settle_lr(args: argparse.Namespace) -> None:
     if args.lr * args.anchor >= 1:
         raise InputError(
             f"--anchor {args.anchor} with --lr {args.lr}: each step would take back rate x W = "
-            f"{args.lr * args.anchor:.2f} of the way to the start; W must be less than {1 / args.lr:.3g}"
+            f"{args.lr * args.anchor:.2f} of the way to the start; W must be less than {1 / args.lr:g}"
         )
 
 

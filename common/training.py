@@ -52,7 +52,7 @@ class Settings:
         warmup_ratio: share of the steps.
         save_every: steps from checkpoint to checkpoint, beside one at each epoch's end.
         keep_last: checkpoints kept, beside the best.
-        max_bad_steps: steps without finite gradient that are skipped before the run stops.
+        max_bad_steps: steps without finite loss and gradient that are skipped before the run stops.
         shard: of the rows, which are trained shard by shard; None trains all of them together.
         gradient_accumulation_steps: packed batches of a step on each process; their gradients are averaged.
         max_time: seconds after which no further step begins, None for no limit.
@@ -269,7 +269,7 @@ class Trainer(speculators_trainer.Trainer):
 
         Raises:
             KeyboardInterrupt: SIGTERM or SIGINT came; the step was finished and saved.
-            StageError: too many steps had no finite gradient.
+            StageError: too many steps had no finite loss or gradient.
         """
         folder = Path(self.config.save_path)
         recording = train_metrics.recording(folder, self.global_step, self.settings.report_to)
@@ -357,17 +357,19 @@ class Trainer(speculators_trainer.Trainer):
         yield
 
     def _update(self, step: _Step) -> None:
-        """Clip, and step where the gradient is finite."""
+        """Clip, and step where losses and gradient are finite."""
         found: torch.Tensor = torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
         step.norm = (found.full_tensor() if isinstance(found, DTensor) else found).item()
         step.rate = self.optimizers[-1].param_groups[0]["lr"]
-        if math.isfinite(step.norm):
+        losses = torch.stack(step.losses).tolist()
+        # Losses are this process's own, and all must skip the same step; the norm is the same for all.
+        if not self._agree(not all(map(math.isfinite, (step.norm, *losses)))):
             if self._anchor:
                 self._anchor.pull(step.rate)
             self._optimizers_step()
         else:
-            self._skip(step)
-        self._tell_explosions(step)
+            self._skip(step, losses)
+        self._tell_explosions(step, losses)
         self._tell_time()
         self._schedulers_step()
         self.global_step += 1
@@ -380,20 +382,23 @@ class Trainer(speculators_trainer.Trainer):
                 scheduler.last_epoch = min(share, 1.0) * self.total_steps - 1
         super()._schedulers_step()
 
-    def _skip(self, step: _Step) -> None:
+    def _skip(self, step: _Step, losses: list[float]) -> None:
         self.bad_steps += 1
         rows = self.held_out.rows.named([row for batch in step.rows for row in batch])
-        _LOG.warning("step %d: gradient norm %s, step skipped: %s", self.global_step, step.norm, rows)
+        _LOG.warning(
+            "step %d: loss %s, gradient norm %s, step skipped: %s",
+            *(self.global_step, ", ".join(f"{loss:.3f}" for loss in losses), step.norm, rows),
+        )
         if self.bad_steps > self.settings.max_bad_steps:
             raise StageError(
-                f"step {self.global_step}: {self.bad_steps} steps had no finite gradient, more than "
+                f"step {self.global_step}: {self.bad_steps} steps had no finite loss or gradient, more than "
                 f"--max-bad-steps {self.settings.max_bad_steps}; the last on {rows}. Lower --lr or "
                 "raise --warmup-ratio, check these rows with `03_capture_hidden.py --verify`, and start "
                 "again with --overwrite."
             )
 
-    def _tell_explosions(self, step: _Step) -> None:
-        for loss, rows in zip(torch.stack(step.losses).tolist(), step.rows, strict=True):
+    def _tell_explosions(self, step: _Step, losses: list[float]) -> None:
+        for loss, rows in zip(losses, step.rows, strict=True):
             median = self.watch.exploded(loss)
             if median is not None:
                 _LOG.warning(
@@ -432,6 +437,7 @@ class Trainer(speculators_trainer.Trainer):
         if self._finished or place[1] == 0 or self.global_step % self.settings.save_every == 0:
             self._save(*place)
             self._measure(self.global_step)
+            self._tell_time()
             self.pace.tell(ended=False)
         if self._agree(self._stopping()):
             self._save(*place, interrupted=True)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import signal
@@ -128,6 +129,17 @@ def test_a_time_limit_ends_the_run_and_its_schedule_between_two_steps(
     assert rates(tmp_path) == pytest.approx([1e-2, 8.1174e-3, 3.8874e-3, 4.9516e-4], rel=1e-4)
 
 
+def test_no_step_begins_where_a_measure_has_used_the_time_up(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which each step and each measure takes 10 s; 35 s: two steps and two measures."""
+    made = trainer(data, tmp_path, replace(SETTINGS, max_time=35.0, save_every=1))
+    ticks = itertools.count(1000.0, 10.0)
+    clock = types.SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=time.perf_counter)
+    monkeypatch.setattr(training, "time", clock)
+    assert made.run({}).steps == 2
+
+
 def test_a_run_whose_time_is_up_is_finished_and_not_trained_on(data: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, max_time=1e-9)
     assert run(data, tmp_path, settings).steps == 1
@@ -187,12 +199,36 @@ def test_metrics_tell_the_wait_and_the_run_leaves_a_plot(data: Path, tmp_path: P
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_loss_that_is_no_number_skips_its_step_also_where_the_gradient_is_finite(
+    data: Path, tmp_path: Path
+) -> None:
+    """NaN as a summand of the second batch's loss, which no gradient shows."""
+    settings = replace(
+        SETTINGS, gradient_accumulation_steps=2, max_steps=2, save_every=1, max_bad_steps=1, warmup_ratio=0.0
+    )
+    made = trainer(data, tmp_path, settings)
+    start = {name: p.detach().clone() for name, p in made.drafter.named_parameters()}
+    forward, added = made.model.forward, iter([0.0, float("nan"), 0.0, 0.0])
+
+    def spoilt(*args: object, ttt_steps: int, **inputs: object) -> object:
+        found = forward(*args, ttt_steps=ttt_steps, **inputs)
+        return (found[0], found[1] + next(added), found[2]) if made.model.training else found
+
+    made.model.forward = spoilt
+    outcome = made.run({})
+    assert (outcome.steps, outcome.bad_steps) == (2, 1)
+    assert math.isfinite(steps(tmp_path)[0]["grad_norm"])
+    for name, tensor in weights(tmp_path, 1).items():
+        assert name not in start or torch.equal(tensor, start[name]), name
+    assert not torch.equal(weights(tmp_path, 2)["fc.weight"], start["fc.weight"])
+
+
 def test_a_bad_step_names_its_rows_of_all_batches(data: Path, tmp_path: Path) -> None:
     made = trainer(data, tmp_path, replace(SETTINGS, gradient_accumulation_steps=2))
     packed = made.train_loader.batch_sampler._generate_batches(0)
     with torch.no_grad():
         made.drafter.fc.weight[0, 0] = float("nan")
-    with pytest.raises(StageError, match="1 steps had no finite gradient") as error:
+    with pytest.raises(StageError, match="1 steps had no finite loss or gradient") as error:
         made.run({})
     for row in (packed[0][0], packed[1][0]):
         assert f"row {row} ({row:04d}#0, {'ab'[row % 2]})" in str(error.value)

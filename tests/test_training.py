@@ -160,8 +160,9 @@ def test_one_process_decides_for_itself() -> None:
         processes.main_decides(fail)
 
 
+@pytest.mark.parametrize("sharded", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
 def test_two_processes_train_one_drafter_and_measure_as_one(
-    captured_run: Path, public_head: Path, tmp_path: Path
+    sharded: list[str], captured_run: Path, public_head: Path, tmp_path: Path
 ) -> None:
     """gloo: the import's acceptance over two halves of the held-out rows is that of one process."""
     flags = ["--data-from", str(captured_run), "--finetune-from", str(public_head)]
@@ -172,7 +173,7 @@ def test_two_processes_train_one_drafter_and_measure_as_one(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     wet = ["04_train.py", "--run-dir", str(tmp_path / "run"), *flags, "--report-json", str(two)]
     done = subprocess.run(
-        [*torchrun, *wet, "--max-steps", "2"],
+        [*torchrun, *wet, "--max-steps", "2", *sharded],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
