@@ -316,16 +316,18 @@ def _shown(
 
 
 def _comparisons(runs: list[Run]) -> list[dict[str, Any]]:
-    """Each pair of drafters at the lowest concurrency: the number of streams does not change acceptance."""
+    """Each pair of drafters at the lowest concurrency that both have: it does not change acceptance."""
     found = []
-    rows = [run for run in runs if run.by_request]
-    for prompts, k in dict.fromkeys((run.prompts, run.num_speculative_tokens) for run in rows):
-        same = [run for run in rows if run.prompts == prompts and run.num_speculative_tokens == k]
-        lowest = min(run.concurrency for run in same)
-        for a, b in combinations([run for run in same if run.concurrency == lowest], 2):
-            sources = list(dict.fromkeys(answer.source for answer in a.answers))
-            for source in [None, *sources] if len(sources) > 1 else [None]:
-                found.append(_comparison(a, b, source))
+    pairs: dict[tuple[str | None, str | None, str, int], tuple[Run, Run]] = {}
+    # Runs of a drafter ascend in concurrency, so the first pair that is found has the lowest.
+    for a, b in combinations([run for run in runs if run.by_request], 2):
+        same = (a.prompts, a.num_speculative_tokens, a.concurrency)
+        if a.drafter != b.drafter and same == (b.prompts, b.num_speculative_tokens, b.concurrency):
+            pairs.setdefault((a.drafter, b.drafter, *same[:2]), (a, b))
+    for a, b in pairs.values():
+        sources = list(dict.fromkeys(answer.source for answer in a.answers))
+        for source in [None, *sources] if len(sources) > 1 else [None]:
+            found.append(_comparison(a, b, source))
     return [comparison for comparison in found if comparison is not None]
 
 
@@ -419,7 +421,10 @@ def _on_drafter(name: str, found: dict[str, Any]) -> str:
     pairs = [c for c in found["comparisons"] if (c["a"], c["b"]) == (start, name)]
     whole = [c for c in pairs if c["source"] is None]
     if not whole:
-        return f"**{name} or {start}:** not decided, the server did not tell acceptance by request."
+        return (
+            f"**{name} or {start}:** not decided. They were not measured with the same prompts, K and "
+            "concurrency, or the server did not tell acceptance by request."
+        )
     home = {run["prompts"] for run in found["runs"] if run["in_domain"]}
     ours = [c for c in whole if c["prompts"] in home] or whole
     worse = [c for c in pairs if c["longer"] == start]

@@ -77,6 +77,17 @@ def test_runs_have_the_keys_of_the_contract_and_the_verifier_comes_first():
     json.dumps(found)
 
 
+def test_drafters_are_compared_at_the_lowest_concurrency_that_both_have():
+    """The tuned one was added by a later call, with other concurrencies."""
+    base = [a_run("base", answers(BASE), concurrency=streams) for streams in (1, 8, 32)]
+    added = [a_run("tuned", answers(TUNED), concurrency=streams) for streams in (32, 8)]
+    (pair,) = results(*base, *added)["comparisons"]
+    assert (pair["a"], pair["b"], pair["concurrency"], pair["longer"]) == ("base", "tuned", 8, "tuned")
+    apart = results(base[0], *added)
+    assert apart["comparisons"] == []
+    assert "not measured with the same prompts, K and concurrency" in apart["recommendation"]["text"][1]
+
+
 def test_speed_up_is_over_the_verifier_at_the_same_concurrency():
     found = results(
         alone(seconds=10.0),
