@@ -15,8 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from common import atomic_io, log, manifest
 from common.errors import InputError
+from common.store_forms import StoreForm
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -257,16 +260,23 @@ class Plan:
 
     def memory(self) -> Iterator[Line]:
         """What one process holds at its fullest moment."""
-        shared = self.sizes.gpus if self.args.fsdp else 1
         for name, size, formula in self._fixed():
-            shown = f"{formula} / {shared} (--fsdp)" if shared > 1 else formula
-            yield Line(name, log.human_bytes(size / shared), shown)
+            shown = f"{formula} / {self._shares} (--fsdp)" if self._shares > 1 else formula
+            yield Line(name, log.human_bytes(size / self._shares), shown)
+        for name, size, formula in self._copies():
+            yield Line(name, log.human_bytes(size), formula)
         yield Line("activations", log.human_bytes(self.activations), activation_formula(self.args.ttt_steps))
         scratch = f"{_SCRATCH} x activations (estimated; 0.3 to 0.6 measured on a CPU)"
         yield Line("scratch", log.human_bytes(_SCRATCH * self.activations), scratch)
         yield Line("total", log.human_bytes(self.total), f"with {self.args.total_seq_len} tokens a batch")
 
+    @property
+    def _shares(self) -> int:
+        """Devices among which --fsdp shares what `_fixed` tells."""
+        return self.sizes.gpus if self.args.fsdp else 1
+
     def _fixed(self) -> Iterator[tuple[str, float, str]]:
+        """What lasts through the run: name, bytes of all of it, formula."""
         trained, everything = self.trained, self.trained + self.frozen
         yield "weights", _FLOAT * everything, f"4 B x {everything:,}"
         yield "gradients", _FLOAT * trained, f"4 B x {trained:,}"
@@ -280,15 +290,24 @@ class Plan:
             yield "moments", 2 * _FLOAT * trained, f"adamw: 8 B x {trained:,}"
         if self.args.anchor:
             yield "anchor", _HALF * trained, f"2 B x {trained:,}"
-        if self.sizes.gpus > 1 and not self.args.fsdp:
+
+    def _copies(self) -> Iterator[tuple[str, float, str]]:
+        """What each process has whole during a step: name, bytes, formula."""
+        trained, everything = self.trained, self.trained + self.frozen
+        if self._shares > 1:
+            # FSDP gathers all outside of the layers as one group, the frozen embedding included, and keeps it
+            # through the step; a layer is gathered when its turn comes.
+            yield "gathered weights", _HALF * everything, f"2 B x {everything:,} (bfloat16, frozen ones too)"
+            accumulated = self.args.gradient_accumulation_steps > 1
+            size, dtype = (_FLOAT, "float32, accumulated") if accumulated else (_HALF, "bfloat16")
+            yield "gathered gradients", size * trained, f"{size} B x {trained:,} ({dtype}, until shared out)"
+            return
+        if self.sizes.gpus > 1:
             yield "DDP's buckets", _FLOAT * trained, f"4 B x {trained:,}"
         if self.args.device != "cpu":
             copied = trained + self.sizes.draft_vocab_size * self.sizes.hidden_size
-            yield (
-                "bfloat16 copies",
-                _HALF * copied,
-                f"2 B x {copied:,} (autocast: trained, verifier's lm_head)",
-            )
+            form = f"2 B x {copied:,} (autocast: trained, verifier's lm_head)"
+            yield "bfloat16 copies", _HALF * copied, form
 
     @property
     def activations(self) -> int:
@@ -314,9 +333,9 @@ class Plan:
         return self._total_of(self.args.total_seq_len)
 
     def _total_of(self, tokens: int) -> float:
-        shared = self.sizes.gpus if self.args.fsdp else 1
-        fixed = sum(size for _, size, _ in self._fixed()) / shared
-        return fixed + (1 + _SCRATCH) * self.activations_of(tokens)
+        fixed = sum(size for _, size, _ in self._fixed()) / self._shares
+        copies = sum(size for _, size, _ in self._copies())
+        return fixed + copies + (1 + _SCRATCH) * self.activations_of(tokens)
 
     def host(self) -> Iterator[Line]:
         """Shared memory of the loaders, and disk."""
@@ -331,12 +350,7 @@ class Plan:
         if limit and 1e9 * limit < size:
             size, form = 1e9 * limit, f"--loader-memory, which allows fewer than {batches}"
         yield Line("loader memory", log.human_bytes(size), form)
-        rows = f"{self.sizes.rows:,} rows x {self.sizes.row_tokens:,} tokens"
-        states = self.sizes.rows * self.sizes.row_tokens * self.token_bytes
-        form = (
-            f"{rows} x {_AUX + 1} states x {self.sizes.hidden_size} x 2 B (bfloat16; 03 says what it stores)"
-        )
-        yield Line("hidden_states/", log.human_bytes(states), form)
+        yield self._states()
         ignored = self.model._keys_to_ignore_on_save
         saved = sum(t.numel() for name, t in self.model.state_dict().items() if name not in ignored)
         one = _FLOAT * saved + 2 * _FLOAT * self.trained
@@ -344,8 +358,39 @@ class Plan:
         number = f"({args.keep_last} newest + best + one being written)"
         form = f"(4 B x {saved:,} + 8 B x {self.trained:,}) x {number}"
         yield Line("checkpoints/", log.human_bytes(kept * one), form)
-        copies = 2 if args.export else 1
-        yield Line("drafter/", log.human_bytes(copies * _HALF * saved), f"2 B x {saved:,} x {copies} layouts")
+        yield Line("drafter/", log.human_bytes(_HALF * saved), f"2 B x {saved:,}")
+        if args.export:
+            saved -= self.sizes.vocab_size * self.sizes.hidden_size
+            yield Line(f"{args.export}/", log.human_bytes(_HALF * saved), f"2 B x {saved:,} (no embedding)")
+
+    def _states(self) -> Line:
+        """The disk of 03's states, in the form that it stored them in or in each that it may."""
+        args, name = self.args, "hidden_states/"
+        if args.hidden_states == "online":
+            return Line(name, log.human_bytes(0), "--hidden-states online stores none")
+        tokens: float = self.sizes.rows * self.sizes.row_tokens
+        form = f"{self.sizes.rows:,} rows x {self.sizes.row_tokens:,} tokens"
+        if args.shard:
+            tokens *= args.eval_ratio + (1 - args.eval_ratio) / args.shard.count
+            form += f" x ({args.eval_ratio:g} held out + {1 - args.eval_ratio:g} / {args.shard.count} shards)"
+        folder = (args.data_from or args.run_dir) / "hidden_states"
+        if (folder / manifest.NAME).exists():
+            stored = StoreForm.of(manifest.read(folder, "03_capture_hidden.py").facts)
+            form += f" x {stored.formula(_AUX + 1, self.sizes.hidden_size)}, as 03 stored them ({stored})"
+        else:
+            stored = StoreForm()
+            others = (
+                f"{kind} {log.human_bytes(tokens * self._stored_bytes(StoreForm(kind)))}"
+                for kind in ("mixed", "fp8")
+            )
+            form += (
+                f" x {stored.formula(_AUX + 1, self.sizes.hidden_size)} in {stored}; by 03's --store-dtype "
+                f"{', '.join(others)}; --compress zstd and --trim make it less"
+            )
+        return Line(name, log.human_bytes(tokens * self._stored_bytes(stored)), form)
+
+    def _stored_bytes(self, form: StoreForm) -> int:
+        return form.bytes_per_token(_AUX + 1, self.sizes.hidden_size)
 
     def time(self) -> Iterator[Line]:
         """Steps, and hours where the speed is known."""
@@ -370,17 +415,14 @@ class Plan:
 
     def verdict(self) -> str:
         """Whether the memory is enough, and for what it would be."""
-        limit, origin = _gpu_memory(self.args)
+        limit, origin = _memory(self.args)
         if limit is None:
             return "Whether it fits is not known: no GPU is visible. Pass --gpu-memory GB."
         if self.total <= limit:
             return f"It fits: {log.human_bytes(self.total)} of {log.human_bytes(limit)} ({origin})."
         fitting = [n for n in range(128, self.args.total_seq_len, 128) if self._total_of(n) <= limit]
-        way = (
-            f"--total-seq-len {fitting[-1]} would"
-            if fitting
-            else "no --total-seq-len does; --fsdp shares weights out"
-        )
+        fsdp = "; --fsdp shares weights out" if self.sizes.gpus > 1 and not self.args.fsdp else ""
+        way = f"--total-seq-len {fitting[-1]} would" if fitting else f"no --total-seq-len does{fsdp}"
         return (
             f"It does not fit: {log.human_bytes(self.total)} of {log.human_bytes(limit)} ({origin}); {way}."
         )
@@ -494,11 +536,13 @@ def _verifier_config(args: argparse.Namespace) -> dict[str, Any]:
     return raw.get("text_config", raw)
 
 
-def _gpu_memory(args: argparse.Namespace) -> tuple[float | None, str]:
+def _memory(args: argparse.Namespace) -> tuple[float | None, str]:
+    if args.device == "cpu":
+        return psutil.virtual_memory().total, "memory of this machine"
     if args.gpu_memory:
         return 1e9 * args.gpu_memory, "--gpu-memory"
     import torch
 
-    if args.device != "cpu" and torch.cuda.is_available():
+    if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
     return None, ""

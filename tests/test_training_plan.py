@@ -13,7 +13,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import drafter, training, training_plan
+from common import drafter, manifest, training, training_plan
 from common.draft_vocab import DraftVocab
 from common.errors import InputError
 from common.training_plan import Plan
@@ -174,6 +174,9 @@ def test_the_shipped_config_is_planned_without_head_verifier_run_folder_or_netwo
     # 25,000 x 2,000 x 57,344 B; 2 x ceil(23,750 x 2,000 / 65,536) steps.
     assert "hidden_states/ 2.87TB" in shown
     assert "steps 1,450 2 epochs x 47,500,000 trained tokens" in shown
+    # 1,190,948,864 + the embedding and d2t, t2d; SpecForge's layout leaves the embedding to the verifier.
+    assert "drafter/ 4.73GB" in shown
+    assert "specforge/ 2.38GB" in shown
     assert "hours" not in shown
     assert "It fits: 74.2GB of 96.0GB (--gpu-memory)." in shown
     assert not (tmp_path / "run").exists()
@@ -210,15 +213,45 @@ def test_what_the_devices_share_is_divided_and_what_a_run_adds_is_added(tmp_path
     trained = 1_190_948_864
     plain = Plan.of(flags(*base)).total
     assert Plan.of(flags(*base, "--anchor", "0.1")).total - plain == 2 * trained
-    # An eighth of weights, gradients, moments and copies, and no buckets of DDP.
+    # An eighth of weights, gradients and moments, and no buckets of DDP; gathered, all weights in bfloat16
+    # and the gradients of the trained ones, in float32 where batches are accumulated.
     activations = 1.5 * 4096 * 3_409_920
-    copied = trained + 32000 * 7168
-    fixed = 4 * (2 * trained + EMBEDDING + 32000 * 7168 + 7168) + 8 * trained + 2 * copied
-    assert Plan.of(flags(*base, "--fsdp")).total == pytest.approx(fixed / 8 + activations)
+    everything = trained + EMBEDDING + 32000 * 7168 + 7168
+    sharded = (4 * everything + 12 * trained) / 8 + 2 * everything + activations
+    assert Plan.of(flags(*base, "--fsdp")).total == pytest.approx(sharded + 2 * trained)
+    accumulated = flags(*base, "--fsdp", "--gradient-accumulation-steps", "2")
+    assert Plan.of(accumulated).total == pytest.approx(sharded + 4 * trained)
     # Half the steps, each of two batches.
     steps = {line.name: line.value for line in Plan.of(flags(*base, "--epochs", "1")).time()}["steps"]
     twice = flags(*base, "--epochs", "1", "--gradient-accumulation-steps", "2")
     assert (steps, next(iter(Plan.of(twice).time())).value) == ("1,450", "725")
+
+
+def states(*argv: str | Path) -> tuple[str, str]:
+    (line,) = [line for line in Plan.of(flags(*argv)).host() if line.name == "hidden_states/"]
+    return line.value, line.formula
+
+
+def test_the_disk_of_the_states_follows_how_they_are_stored(tmp_path: Path) -> None:
+    run = ("--run-dir", tmp_path / "run", "--draft-vocab", "checkpoint", *DATA)
+    base = ("--finetune-from", head(tmp_path, AQ_MEDAI), *run)
+    # 50 million tokens of 4 x 7168 x 2 B, of 3 x (7168 + 2) + 14336 B and of 4 x (7168 + 2) B; 8 B an id.
+    value, formula = states(*base)
+    assert value == "2.87TB"
+    assert "by 03's --store-dtype mixed 1.79TB, fp8 1.43TB" in formula
+    # A twentieth is held out and stays; a quarter of the rest goes with each shard.
+    assert states(*base, "--shard", "1/4")[0] == "824GB"
+    assert states(*base, "--hidden-states", "online")[0] == "0.00B"
+    facts = {"store_dtype": "fp8", "compress": "zstd"}
+    manifest.Manifest(stage="03_capture_hidden", config={}, facts=facts).write(tmp_path / "run/hidden_states")
+    value, formula = states(*base)
+    assert value == "1.43TB"
+    assert "before zstd, as 03 stored them (fp8+zstd)" in formula
+
+
+def test_a_cpu_is_held_against_the_machine_s_memory(tmp_path: Path) -> None:
+    base = ("--finetune-from", head(tmp_path, AQ_MEDAI), "--draft-vocab", "checkpoint", *DATA)
+    assert "memory of this machine" in Plan.of(flags(*base, "--device", "cpu")).verdict()
 
 
 def test_loader_memory_ends_at_its_limit(tmp_path: Path) -> None:
