@@ -146,7 +146,7 @@ def test_what_is_not_due_is_refused_by_name(
         ([], "holds one of 3 shards, this run wants all rows"),
         (["--shard", "1/4"], "holds one of 3 shards, this run wants 1/4"),
         (["--shard", "1/3", "--eval-ratio", "0.1"], "03 took 0.2 for its shards"),
-        (["--shard", "1/3", "--max-steps", "3"], "--max-steps and --shard: the run could end before the last"),
+        (["--shard", "1/3", "--max-steps", "3"], "--max-steps and --shard: the run could end before"),
         (["--shard", "2/3", "--overwrite"], "--overwrite begins the run anew"),
     ):
         assert train(run, source, *flags) == 2
