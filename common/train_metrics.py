@@ -12,10 +12,12 @@ from pathlib import Path
 
 from speculators.train.logger import MLFlowHandler, TensorBoardHandler, TrackioHandler, WandbHandler
 
-from common import acceptance, atomic_io
+from common import acceptance, atomic_io, log
 from common.acceptance import Acceptance
+from common.errors import StageError
 from common.processes import is_main
 
+_LOG = log.get("train_metrics")
 _METRICS = logging.getLogger("speculators.metrics")
 _SMOOTH = 25
 
@@ -66,7 +68,41 @@ def _other(folder: Path, step: int, report_to: str | None) -> list[logging.Handl
         purge = step + 1 if step else None
         return [TensorBoardHandler(log_dir=folder, run_name="tensorboard", purge_step=purge)]
     handler = {"wandb": WandbHandler, "mlflow": MLFlowHandler, "trackio": TrackioHandler}[report_to]
-    return [handler(run_name=folder.resolve().parent.name, log_dir=folder)]
+    return [_Remote(handler(run_name=folder.resolve().parent.name, log_dir=folder), report_to)]
+
+
+class _Remote(logging.Handler):
+    """A logger whose server may be away: it must take the first record, and later costs no run its steps."""
+
+    def __init__(self, sender: logging.Handler, name: str) -> None:
+        super().__init__()
+        self._sender, self._name = sender, name
+        self._worked = self._told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._sender.emit(record)
+        except Exception as error:
+            if not self._worked:
+                raise StageError(
+                    f"--report-to {self._name} takes no metrics: {type(error).__name__}: {error}. "
+                    "Set it up, or pass --report-to none; metrics.jsonl is written in any case."
+                ) from error
+            self._tell(error)
+        else:
+            self._worked = True
+
+    def close(self) -> None:
+        try:
+            self._sender.close()
+        except Exception as error:
+            self._tell(error)
+        super().close()
+
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            _LOG.warning("%s lacks metrics from here on, metrics.jsonl has them: %s", self._name, error)
+        self._told = True
 
 
 class _JsonHandler(logging.Handler):

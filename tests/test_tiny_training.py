@@ -158,6 +158,22 @@ def test_a_constant_rate_comes_after_the_warm_up_also_of_a_resumed_run(data: Pat
     assert rates(tmp_path) == pytest.approx([0.0, 5e-3, 1e-2, 1e-2, 1e-2, 1e-2])
 
 
+def test_muon_and_adamw_beside_it_resume_bit_by_bit(data: Path, tmp_path: Path) -> None:
+    """Two optimizers and two schedules: muon has the matrices, adamw the head and the norms."""
+    settings = replace(SETTINGS, optimizer="muon", epochs=1, max_steps=4)
+    run(data, tmp_path / "whole", settings)
+    made = trainer(data, tmp_path / "stopped", settings)
+    assert len(made.optimizers) == 2
+    made._agree = lambda _: made.global_step == 2  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.run({})
+    run(data, tmp_path / "stopped", settings)
+    whole, stopped = steps(tmp_path / "whole"), steps(tmp_path / "stopped")
+    assert [(step["loss"], step["lr"]) for step in whole] == [(step["loss"], step["lr"]) for step in stopped]
+    for name, tensor in weights(tmp_path / "whole", 4).items():
+        assert torch.equal(tensor, weights(tmp_path / "stopped", 4)[name]), name
+
+
 def test_the_anchor_holds_weights_near_their_start(data: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, epochs=1)
     start = {

@@ -150,6 +150,30 @@ def test_another_logger_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "run" / "checkpoints" / "tensorboard").exists()
 
 
+def test_a_logger_must_work_at_first_and_may_fail_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def log(_: object, step: int) -> None:
+        if step == 2:
+            raise ConnectionError("the server is away")
+        taken.append(step)
+
+    wandb = types.SimpleNamespace(init=lambda **_: types.SimpleNamespace(log=log))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with train_metrics.recording(tmp_path, step=0, report_to="wandb"):
+        for step in (1, 2, 3):
+            train_metrics.trained(step, {"loss": 2.5})
+    assert taken == [1, 3]
+    assert [row["step"] for row in atomic_io.read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    with (
+        pytest.raises(StageError, match=r"--report-to wandb takes no metrics: ConnectionError: the server"),
+        train_metrics.recording(tmp_path, step=0, report_to="wandb"),
+    ):
+        train_metrics.trained(2, {"loss": 2.5})
+
+
 def test_one_process_decides_for_itself() -> None:
     assert processes.main_decides(lambda: 7) == 7
 
