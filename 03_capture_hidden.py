@@ -192,7 +192,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _is_trained(args: argparse.Namespace) -> bool:
     """Whether 04 needs no states of this shard any more, so that a driver loop can be run again."""
-    if not args.shard or args.overwrite or args.verify or args.print_server:
+    if not args.shard or args.verify or args.print_server:
+        return False
+    if args.overwrite:
+        args.shard.warn_of_earlier_run(args.run_dir)
         return False
     trained: bool = args.shard.is_trained(args.run_dir)
     return trained

@@ -92,6 +92,15 @@ class Shard:
         if self.number > 1:
             raise InputError(f"{flag} begins the run anew: pass it with --shard 1/{self.count} only")
 
+    def warn_of_earlier_run(self, run_dir: Path) -> None:
+        """For 03 --overwrite: 04 would take its shards for trained, and go on with the old drafter."""
+        if _path(run_dir).exists():
+            _LOG.warning(
+                "%s still says what an earlier run has trained: pass --overwrite to "
+                "`04_train.py --shard %s` as well",
+                *(_path(run_dir), self),
+            )
+
     def _read(self, run_dir: Path) -> dict[str, Any]:
         path = _path(run_dir)
         if not path.exists():
