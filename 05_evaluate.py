@@ -124,6 +124,8 @@ def main(args: argparse.Namespace) -> int:
     drafters = named_drafters(args)
     files = read_files(args)
     jobs = plan(args, drafters, files)
+    for url in args.endpoint or []:
+        vllm_server.require_answer(url)
     if args.endpoint:
         require_server(read_counters(args.endpoint), jobs[0].drafter, jobs[0].k)
     inherited = inherited_facts(args.run_dir, drafters)

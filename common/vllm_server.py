@@ -115,7 +115,7 @@ def serving(
     if args.endpoint:
         urls = [base_url(url) for url in args.endpoint]
         for url in urls:
-            _probe(url)
+            require_answer(url)
         yield urls
         return
     port = args.port or _free_port()
@@ -227,7 +227,12 @@ def root_url(url: str) -> str:
     return base_url(url).removesuffix("/v1")
 
 
-def _probe(url: str) -> None:
+def require_answer(url: str) -> None:
+    """Refuse a running server's URL behind which nothing answers.
+
+    Raises:
+        InputError: names the URL and what came of it.
+    """
     import httpx
 
     try:

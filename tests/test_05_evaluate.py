@@ -121,6 +121,10 @@ def test_an_endpoint_has_one_drafter_and_one_k(run_dir, prompt_file, drafter_dir
     several = ("--num-speculative-tokens", "2", "3")
     for extra in ([*one, "--drafter", f"y={drafter_dir}"], [*one, *several]):
         assert "one drafter and K" in refused(capsys, *base, *extra)
+    message = refused(capsys, *base, *one)
+    assert "--endpoint http://127.0.0.1:9/v1 does not answer" in message
+    assert "pass --serve" in message
+    assert not run_dir.exists()
 
 
 def test_bad_prompt_files_are_named(run_dir, drafter_dir, tmp_path, capsys):
