@@ -7,49 +7,26 @@ given by --assume; what neither tells is asked for by name.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from common import atomic_io, log, manifest
-from common.errors import InputError
+from common import log, manifest, plan_sizes
+from common.plan_sizes import ASSUMABLE, HEAD_KEYS, Sizes, assumption
 from common.store_forms import StoreForm
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-# What --assume may name, and the file that tells it better.
-ASSUMABLE = {
-    "hidden-size": "H, of the verifier",
-    "vocab-size": "V, of the verifier",
-    "draft-vocab-size": "D, 02's --draft-vocab-size",
-    "intermediate-size": "I, of the drafter's MLP",
-    "num-heads": "attention heads of the drafter",
-    "num-kv-heads": "key and value heads of the drafter",
-    "head-dim": "size of a head",
-    "rows": "rows of dataset/",
-    "row-tokens": "mean tokens of a row",
-    "gpus": "processes of torchrun, on one machine",
-}
 _AUX, _WORKERS, _PREFETCH = 3, 4, 4
 _FLOAT, _HALF = 4, 2  # bytes of float32 and bfloat16
 # Peak memory of whole steps on a CPU (SmolLM2's shape, 512 and 1,024 tokens, bfloat16 and float32) lay above
 # weights, gradients, moments and the tensors of `activation_bytes` by 0.3 to 0.6 of the latter.
 _SCRATCH = 0.5
-_HEAD_KEYS = {
-    "hidden-size": "hidden_size",
-    "vocab-size": "vocab_size",
-    "intermediate-size": "intermediate_size",
-    "num-heads": "num_attention_heads",
-    "num-kv-heads": "num_key_value_heads",
-    "head-dim": "head_dim",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,20 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def assumption(text: str) -> str:
-    """argparse type of --assume: `NAME=NUMBER`, the name out of `ASSUMABLE`."""
-    name, _, number = text.partition("=")
-    try:
-        value = float(number.replace("_", ""))
-    except ValueError:
-        value = math.nan
-    if name not in ASSUMABLE or not value > 0:
-        raise argparse.ArgumentTypeError(
-            f"expected NAME=NUMBER above 0 with a name out of {', '.join(ASSUMABLE)}; found {text}"
-        )
-    return text
-
-
 def show(args: argparse.Namespace) -> None:
     """Print the plan of the run that `args` describe.
 
@@ -119,27 +82,6 @@ def show(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What decides a run's numbers, by the names of `ASSUMABLE`."""
-
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rows: int
-    row_tokens: int
-    gpus: int = 1
-
-    @property
-    def attention(self) -> int:
-        """Q, width of all heads together."""
-        return self.num_heads * self.head_dim
-
-
-@dataclass(frozen=True)
 class Line:
     """One number: what it is, how much, and how it comes about."""
 
@@ -155,7 +97,7 @@ class Plan:
     Attributes:
         args: of 04.
         sizes: each of `ASSUMABLE`.
-        origins: where it is known from.
+        origins: where each is known from.
         layer: more of the head's config.json that decides shapes: layers, norms, biases.
     """
 
@@ -171,25 +113,7 @@ class Plan:
         Raises:
             InputError: names every number that nothing tells.
         """
-        head = _head(args.finetune_from)
-        values: dict[str, int] = {}
-        origins: dict[str, str] = {}
-        for origin, told in _sources(args, head):
-            for name, value in told.items():
-                if value is not None and name not in values:
-                    values[name], origins[name] = int(value), origin
-        if args.draft_vocab == "full" and "vocab-size" in values:
-            values["draft-vocab-size"] = values["vocab-size"]
-            origins["draft-vocab-size"] = "--draft-vocab full"
-        missing = [name for name in ASSUMABLE if name not in values and name != "gpus"]
-        if missing:
-            folder = args.data_from or args.run_dir
-            raise InputError(
-                f"--plan does not know: {', '.join(f'{name} ({ASSUMABLE[name]})' for name in missing)}. "
-                f"Looked into {folder}, into config.json of --finetune-from and of --verifier on this "
-                f"machine, and at the flags. Pass --assume {' '.join(f'{name}=N' for name in missing)}."
-            )
-        sizes = Sizes(**{name.replace("-", "_"): value for name, value in values.items()})
+        sizes, origins, head = plan_sizes.gather(args)
         return cls(args, sizes, origins, head)
 
     @cached_property
@@ -200,7 +124,7 @@ class Plan:
         from transformers import LlamaConfig, Qwen3Config
 
         layer: dict[str, Any] = {
-            **{key: getattr(self.sizes, name.replace("-", "_")) for name, key in _HEAD_KEYS.items()},
+            **{key: getattr(self.sizes, name.replace("-", "_")) for name, key in HEAD_KEYS.items()},
             "num_hidden_layers": self.layer.get("num_hidden_layers", 1),
             "attention_bias": bool(self.layer.get("attention_bias", False)),
         }
@@ -468,72 +392,6 @@ def activation_formula(steps: int) -> str:
         f"T x ({10 + 50 * steps} H + {8 * steps} I + {16 * steps + 2 * steps**2} Q + {16 + 8 * steps} D), "
         f"bfloat16, K = {steps} (counted on a CPU; estimated for a GPU)"
     )
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Where the numbers are from
-
-
-def _sources(args: argparse.Namespace, head: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    folder = args.data_from or args.run_dir
-    if (folder / "dataset" / manifest.NAME).exists():
-        from common import dataset
-
-        lengths = dataset.load(folder / "dataset").with_format(None)["seq_len"]
-        yield f"{folder}/dataset", {"rows": len(lengths), "row-tokens": round(sum(lengths) / len(lengths))}
-    if args.draft_vocab == "rebuild" and (folder / "vocab" / "d2t.npy").exists():
-        from common.draft_vocab import DraftVocab
-
-        yield f"{folder}/vocab", {"draft-vocab-size": len(DraftVocab.load(folder / "vocab"))}
-    if head:
-        told = {name: head.get(key) for name, key in _HEAD_KEYS.items()}
-        if args.draft_vocab == "checkpoint":
-            told["draft-vocab-size"] = head.get("draft_vocab_size") or head.get("vocab_size")
-        yield f"{args.finetune_from}/config.json", told
-    flags = ("num-heads", "num-kv-heads", "head-dim", "intermediate-size")
-    yield "flag or config file", {name: getattr(args, name.replace("-", "_")) for name in flags}
-    config = _verifier_config(args)
-    if config:
-        told = {name: config.get(_HEAD_KEYS[name]) for name in ("hidden-size", "vocab-size")}
-        if not args.finetune_from and not config.get("kv_lora_rank"):
-            told |= {name: config.get(key) for name, key in _HEAD_KEYS.items()}
-            told["head-dim"] = (
-                config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-            )
-            told["num-kv-heads"] = config.get("num_key_value_heads") or told["num-heads"]
-        yield f"config.json of {args.verifier}", told
-    told = dict(text.split("=") for text in args.assume)
-    yield "--assume", {name: float(number.replace("_", "")) for name, number in told.items()}
-
-
-def _head(finetune_from: str | None) -> dict[str, Any]:
-    """The head's config.json where it is a folder of this machine; nothing is fetched for a plan."""
-    path = Path(finetune_from or "") / "config.json"
-    if not finetune_from or not path.exists():
-        return {}
-    from common import head_config
-
-    return head_config.flatten(atomic_io.read_json(path))
-
-
-def _verifier_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The language model's config.json out of a folder or of the hub's cache; its code is not run."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    name = args.verifier
-    if name is None:
-        return {}
-    path: Any = Path(name) / "config.json"
-    if not path.exists():
-        try:
-            path = try_to_load_from_cache(name, "config.json", revision=args.revision)
-        except HFValidationError:
-            return {}
-    if not isinstance(path, str | Path):
-        return {}
-    raw = json.loads(Path(path).read_text())
-    return raw.get("text_config", raw)
 
 
 def _memory(args: argparse.Namespace) -> tuple[float | None, str]:

@@ -35,7 +35,7 @@ FLOORS = (
     },
     {
         *("warm_start", "step0", "evaluation", "report", "train_start", "train_output"),
-        *("model_card", "training_plan"),
+        *("model_card", "training_plan", "plan_sizes"),
     },
 )
 # Runs inside of vLLM's process, where nothing else of ours is wanted.

@@ -13,7 +13,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import drafter, manifest, training, training_plan
+from common import drafter, manifest, plan_sizes, training
 from common.draft_vocab import DraftVocab
 from common.errors import InputError
 from common.training_plan import Plan
@@ -204,7 +204,7 @@ def test_what_files_tell_is_not_assumed(captured_run: Path, verifier_dir: Path) 
 @pytest.mark.parametrize("text", ["rows", "rows=many", "rows=0", "lines=5"])
 def test_an_assumption_is_a_known_name_and_a_number(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="NAME=NUMBER"):
-        training_plan.assumption(text)
+        plan_sizes.assumption(text)
 
 
 def test_what_the_devices_share_is_divided_and_what_a_run_adds_is_added(tmp_path: Path) -> None:
