@@ -73,35 +73,8 @@ class Start:
         """
         torch.manual_seed(args.seed)
         model, plan, vocab = _build(args, inputs)
-        rows = TrainingRows.open(
-            inputs.rows,
-            HiddenStateStore.made_with(
-                inputs.facts, inputs.folder / "hidden_states", inputs.model.hidden_size
-            ),
-            failed=inputs.failed,
-            total_seq_len=args.total_seq_len,
-            eval_ratio=args.eval_ratio,
-            shard=args.shard,
-            online=inputs.online,
-        )
-        if inputs.online:
-            main_decides(partial(inputs.online.prove, inputs.model))
-        reading = Reading.fit(
-            tokens=args.total_seq_len,
-            token_bytes=rows.token_bytes(dtype),
-            workers=args.num_workers,
-            default=0 if device.type == "cpu" else 4,
-            limit=args.loader_memory and 1e9 * args.loader_memory,
-        )
-        reading.describe()
-        train_loader, held_out_loader = rows.loaders(
-            total_seq_len=args.total_seq_len,
-            dtype=dtype,
-            num_workers=reading.workers,
-            prefetch=reading.prefetch,
-            seed=args.seed,
-            epochs=args.epochs,
-        )
+        rows = _open_rows(args, inputs)
+        train_loader, held_out_loader = _open_loaders(args, rows, device, dtype)
         held_out = HeldOut(rows, held_out_loader, inputs.model, args.ttt_steps)
         model.to(device)  # type: ignore[arg-type]
 
@@ -140,6 +113,47 @@ class Start:
         coverage = self.held_out.coverage(self.model)
         if coverage is not None:
             _LOG.info("position 0 can reach %.3f: what the draft vocabulary has of the verifier's", coverage)
+
+
+def _open_rows(args: argparse.Namespace, inputs: Inputs) -> TrainingRows:
+    """The rows that take part; where a server is asked for their states, it has proven itself."""
+    store = HiddenStateStore.made_with(
+        inputs.facts, inputs.folder / "hidden_states", inputs.model.hidden_size
+    )
+    rows = TrainingRows.open(
+        inputs.rows,
+        store,
+        failed=inputs.failed,
+        total_seq_len=args.total_seq_len,
+        eval_ratio=args.eval_ratio,
+        shard=args.shard,
+        online=inputs.online,
+    )
+    if inputs.online:
+        main_decides(partial(inputs.online.prove, inputs.model))
+    return rows
+
+
+def _open_loaders(
+    args: argparse.Namespace, rows: TrainingRows, device: torch.device, dtype: torch.dtype
+) -> tuple[DataLoader, DataLoader]:
+    """Loaders of the trained and of the held-out rows, with as many readers as their memory allows."""
+    reading = Reading.fit(
+        tokens=args.total_seq_len,
+        token_bytes=rows.token_bytes(dtype),
+        workers=args.num_workers,
+        default=0 if device.type == "cpu" else 4,
+        limit=args.loader_memory and 1e9 * args.loader_memory,
+    )
+    reading.describe()
+    return rows.loaders(
+        total_seq_len=args.total_seq_len,
+        dtype=dtype,
+        num_workers=reading.workers,
+        prefetch=reading.prefetch,
+        seed=args.seed,
+        epochs=args.epochs,
+    )
 
 
 def _build(args: argparse.Namespace, inputs: Inputs) -> tuple[Eagle3DraftModel, Plan | None, DraftVocab]:

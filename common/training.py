@@ -411,7 +411,9 @@ class Trainer(speculators_trainer.Trainer):
         metrics, processes = step.metrics, distributed.get_world_size()
         if self.is_distributed:
             metrics = speculators_trainer._all_reduce_metrics(metrics)
-        values = speculators_trainer.normalize_counted_metrics({k: v.item() for k, v in metrics.items()})
+        # Read at once: each item() of its own would wait for the GPU again.
+        counted = torch.stack([value.double() for value in metrics.values()]).tolist()
+        values = speculators_trainer.normalize_counted_metrics(dict(zip(metrics, counted, strict=True)))
         self.pace.waited += step.waited
         self.pace.worked += step.worked
         row = {
