@@ -410,6 +410,10 @@ def _backend(plan: Plan) -> Iterator[AbstractAsyncContextManager[Backend]]:
         dtype = getattr(torch, plan.dtype or "")
         yield nullcontext(TransformersBackend(plan.model, plan.store, plan.all_ids, dtype, args.batch_tokens))
         return
+    import torch
+
+    # Rows are checked side by side; more threads for each would only be taken from a server on these cores.
+    torch.set_num_threads(1)
     shared = plan.shared_folder
     if args.serve:
         # Left by a run that was killed; the folder of a server that runs already is its own business.
