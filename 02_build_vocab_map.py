@@ -3,8 +3,8 @@
   Kimi-K2.5, its stop, thinking and tool markers forced in:
     python 02_build_vocab_map.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi
   is the rebuilt map worth more than the public head's own?
-    python 02_build_vocab_map.py --draft-vocab-size 32000 --run-dir runs/kimi --overwrite \\
-        --compare-to AQ-MedAI/Kimi-K2-Instruct-eagle3
+    python 02_build_vocab_map.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi \\
+        --compare-to checkpoints/kimi-k2-instruct-eagle3
   a laptop CPU:
     python 02_build_vocab_map.py --draft-vocab-size 4096 --run-dir runs/laptop
 """

@@ -130,7 +130,8 @@ def stage(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[..., 
                 with _sigterm_as_interrupt():
                     return body(args) or 0
             except KeyboardInterrupt:
-                print("interrupted: run the same command again to resume", file=sys.stderr)
+                again = " without --overwrite" if "--overwrite" in argv else ""
+                print(f"interrupted: run the same command again{again} to resume", file=sys.stderr)
                 return _INTERRUPTED
             except Exception as error:
                 if debug:

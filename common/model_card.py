@@ -59,7 +59,9 @@ def write(folder: Path, record: Manifest, served: dict[str, Any] | None = None) 
         sources=facts["sources"],
         steps=record.counts["steps"],
         best_step=record.counts["best_step"],
-        settings=", ".join(f"{name} {record.config[name]}" for name in _SETTINGS),
+        settings=", ".join(
+            f"{name} {record.config[name]}" for name in _SETTINGS if record.config[name] is not None
+        ),
         offline=_offline(facts["step0"], facts["best"]),
         served=_served(served) if served else [],
         revision_flag=f" --revision {facts['revision']}" if facts.get("revision") else "",

@@ -251,6 +251,11 @@ def fail_with(error: BaseException):
     return body
 
 
+def test_what_an_overwriting_run_has_begun_is_resumed_without_that_flag(capsys) -> None:
+    assert run(fail_with(KeyboardInterrupt()), ["--run-dir", "r", "--overwrite"]) == 130
+    assert "run the same command again without --overwrite to resume" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
