@@ -1,6 +1,6 @@
 """All rows one after the other, and their table: `make bench`, `make bench ROWS="1 2"`, `make bench QUICK=1`.
 
-python -m bench                # all rows: 40 minutes on two cores
+python -m bench                # all rows
 python -m bench 1 2 9          # these rows
 python -m bench --quick        # does everything work? the figures say nothing
 python -m bench --table        # the table of what results/ holds, without measuring

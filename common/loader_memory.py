@@ -14,9 +14,10 @@ from common.errors import InputError
 
 _LOG = log.get("loader_memory")
 _SHARED = Path("/dev/shm")
-_PREFETCH = 4
+WORKERS = 4  # a loader, beside a GPU
+PREFETCH = 4
 # While the held-out rows are measured, the batches that the trained rows' processes have ready stay there.
-_LOADERS = 2
+LOADERS = 2
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class Reading:
             InputError: the workers that were asked for do not fit with one batch each.
         """
         limit = _offered() if limit is None else limit
-        fitting = int(limit / _processes() / (_LOADERS * tokens * token_bytes))  # batches a loader
+        fitting = int(limit / _processes() / (LOADERS * tokens * token_bytes))  # batches a loader
         if workers and workers > fitting:
             raise InputError(
                 f"--num-workers {workers}: with one batch each, {_processes()} processes x "
-                f"{_LOADERS} loaders x {workers} workers x {tokens} tokens x {token_bytes} bytes = "
-                f"{log.human_bytes(_processes() * _LOADERS * workers * tokens * token_bytes)} of shared "
+                f"{LOADERS} loaders x {workers} workers x {tokens} tokens x {token_bytes} bytes = "
+                f"{log.human_bytes(_processes() * LOADERS * workers * tokens * token_bytes)} of shared "
                 f"memory, and --loader-memory is {log.human_bytes(limit)}. Take at most --num-workers "
                 f"{fitting}, or raise --loader-memory (and /dev/shm, in a container by --shm-size)."
             )
@@ -71,7 +72,7 @@ class Reading:
                 "Raise --loader-memory (and /dev/shm, in a container --shm-size) or lower --total-seq-len.",
                 *(chosen, default, log.human_bytes(limit)),
             )
-        prefetch = min(_PREFETCH, fitting // chosen) if chosen else _PREFETCH
+        prefetch = min(PREFETCH, fitting // chosen) if chosen else PREFETCH
         return cls(chosen, prefetch, tokens, token_bytes, limit)
 
     def describe(self) -> None:
@@ -79,11 +80,11 @@ class Reading:
         if not self.workers:
             _LOG.info("loader memory: none, the training process reads its batches itself")
             return
-        size = _processes() * _LOADERS * self.workers * self.prefetch * self.tokens * self.token_bytes
+        size = _processes() * LOADERS * self.workers * self.prefetch * self.tokens * self.token_bytes
         _LOG.info(
             "loader memory: %d processes x %d loaders x %d workers x %d batches x %d tokens x %d bytes "
             "= %s of %s",
-            *(_processes(), _LOADERS, self.workers, self.prefetch),
+            *(_processes(), LOADERS, self.workers, self.prefetch),
             *(self.tokens, self.token_bytes, log.human_bytes(size), log.human_bytes(self.limit)),
         )
 

@@ -16,7 +16,7 @@ from common import acceptance, atomic_io, drafter, log, processes, training, war
 from common.acceptance import Acceptance
 from common.draft_vocab import DraftVocab
 from common.hidden_states import HiddenStateStore
-from common.loader_memory import Reading
+from common.loader_memory import WORKERS, Reading
 from common.loaders import HeldOut, TrainingRows
 from common.processes import is_main, main_decides
 from common.step0 import require_step0
@@ -142,7 +142,7 @@ def _open_loaders(
         tokens=args.total_seq_len,
         token_bytes=rows.token_bytes(dtype),
         workers=args.num_workers,
-        default=0 if device.type == "cpu" else 4,
+        default=0 if device.type == "cpu" else WORKERS,
         limit=args.loader_memory and 1e9 * args.loader_memory,
     )
     reading.describe()

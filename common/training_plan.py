@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from common import log, manifest, plan_sizes
+from common.loader_memory import LOADERS, PREFETCH, WORKERS
 from common.plan_sizes import ASSUMABLE, HEAD_KEYS, Sizes, assumption
 from common.store_forms import StoreForm
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-_AUX, _WORKERS, _PREFETCH = 3, 4, 4
+_AUX = 3
 _FLOAT, _HALF = 4, 2  # bytes of float32 and bfloat16
 # Peak memory of whole steps on a CPU (SmolLM2's shape, 512 and 1,024 tokens, bfloat16 and float32) lay above
 # weights, gradients, moments and the tensors of `activation_bytes` by 0.3 to 0.6 of the latter.
@@ -266,9 +267,9 @@ class Plan:
         args = self.args
         workers = args.num_workers
         if workers is None:
-            workers = 0 if args.device == "cpu" else _WORKERS
-        batches = f"{self.sizes.gpus} processes x 2 loaders x {workers} workers x {_PREFETCH} batches"
-        size: float = self.sizes.gpus * 2 * workers * _PREFETCH * args.total_seq_len * self.token_bytes
+            workers = 0 if args.device == "cpu" else WORKERS
+        batches = f"{self.sizes.gpus} processes x {LOADERS} loaders x {workers} workers x {PREFETCH} batches"
+        size: float = self.sizes.gpus * LOADERS * workers * PREFETCH * args.total_seq_len * self.token_bytes
         form = f"{batches} x {args.total_seq_len} tokens x {self.token_bytes:,} B; /dev/shm may allow less"
         limit = args.loader_memory
         if limit and 1e9 * limit < size:
