@@ -637,7 +637,7 @@ def require_acceptance(found: dict[str, Any], least: float) -> None:
     poor = [run for run in found["runs"] if run["drafter"] is not None and run["acceptance_length"] < least]
     if poor:
         seen = "; ".join(
-            f"{run['drafter']} on {run['prompts']}: {run['acceptance_length']:.3f}" for run in poor
+            f"{run['drafter']} on {run['prompt_set']}: {run['acceptance_length']:.3f}" for run in poor
         )
         raise StageError(
             f"acceptance length below --min-acceptance-length {least}: {seen}. Hardly a draft token is "

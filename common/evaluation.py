@@ -5,8 +5,9 @@
 * `verifier`: the facts of the verifier's manifest. `settings`: what all runs share.
 * `start`: the drafter that the others are judged against (the first one named), null without drafters.
 * `runs`: one entry for each drafter (null: the verifier alone, always first), prompt file, K and concurrency:
-    * `drafter`, `drafter_path`, `drafter_fingerprint`, `prompts`, `in_domain` (null: unknown),
-      `num_speculative_tokens` (0 for the verifier), `concurrency` (streams an endpoint).
+    * `drafter`, `drafter_path`, `drafter_fingerprint`, `prompts` (the file), `prompt_set` (the name that the
+      report gives it), `in_domain` (null: unknown), `num_speculative_tokens` (0 for the verifier),
+      `concurrency` (streams an endpoint).
     * `acceptance_length`, `acceptance_by_position`, `drafts`: from vLLM's counters.
     * `acceptance_length_interval`, `acceptance_by_position_intervals`: 95 %, bootstrap over prompts; null
       where the server does not tell acceptance by request.
@@ -20,25 +21,28 @@
     * `by_source`, `by_part` (thinking and answer): name -> `{prompts, drafts, acceptance_length,
       acceptance_length_interval, acceptance_by_position}`.
 * `comparisons`: each pair of drafters on the same prompts, for a whole file (`source` null) and for each
-  source: `{a, b, prompts, source, num_speculative_tokens, concurrency, compared, difference, interval,
-  longer}`; `difference` is b's acceptance length minus a's, `longer` is null where the interval holds 0.
+  source: `{a, b, prompts, prompt_set, source, num_speculative_tokens, concurrency, compared, difference,
+  interval, longer}`; `difference` is b's acceptance length minus a's, `longer` is null where the interval
+  holds 0. `a` is the start, or of two others the one named later: the second drafter is judged against all.
 * `recommendation`: `{drafter, num_speculative_tokens, speed_up, text: [paragraphs]}`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, takewhile
-from pathlib import Path
 from typing import Any
 
 from common import acceptance
 from common.acceptance import Acceptance, Intervals
 
 SCHEMA = 1
+DOMAIN = {True: "in domain", False: "out of domain", None: ""}
 _SHOWN_TOKENS = 8
+_NAMED_SOURCES = 3
 Key = tuple[str | None, int, str, int]
 
 
@@ -165,16 +169,41 @@ def results(
         decode: token ids -> text, for the first difference.
     """
     ordered = _ordered(list(runs), drafters)
+    sets = prompt_sets(ordered)
     names = list(dict.fromkeys(run.drafter for run in ordered if run.drafter is not None))
     found = {
         "schema": SCHEMA,
         "verifier": verifier,
         "settings": settings,
         "start": names[0] if names else None,
-        "runs": [_summary(run, ordered, decode) for run in ordered],
-        "comparisons": _comparisons(ordered),
+        "runs": [{**_summary(run, ordered, decode), "prompt_set": sets[run.prompts]} for run in ordered],
+        "comparisons": [
+            {**pair, "prompt_set": sets[pair["prompts"]]} for pair in _comparisons(ordered, names[:1])
+        ],
     }
     return {**found, "recommendation": _recommendation(found)}
+
+
+def prompt_sets(runs: Iterable[Run]) -> dict[str, str]:
+    """What each prompt file is called: by what it asks, as its path may hold the name of a drafter.
+
+    Args:
+        runs: all of an evaluation.
+
+    Returns:
+        File -> its sources, "math + code"; with the file where two files have the same ones.
+    """
+    sources: dict[str, dict[str, None]] = {}
+    for run in runs:
+        sources.setdefault(run.prompts, {}).update(dict.fromkeys(answer.source for answer in run.answers))
+    named = {file: _joined(list(found)) for file, found in sources.items()}
+    times = Counter(named.values())
+    return {file: name if times[name] == 1 else f"{name} from {file}" for file, name in named.items()}
+
+
+def _joined(sources: list[str]) -> str:
+    more = len(sources) - _NAMED_SOURCES
+    return " + ".join([*sources[:_NAMED_SOURCES], *([f"{more} more"] if more > 0 else [])])
 
 
 def _ordered(runs: list[Run], drafters: Sequence[str]) -> list[Run]:
@@ -315,7 +344,7 @@ def _shown(
     }
 
 
-def _comparisons(runs: list[Run]) -> list[dict[str, Any]]:
+def _comparisons(runs: list[Run], start: list[str]) -> list[dict[str, Any]]:
     """Each pair of drafters at the lowest concurrency that both have: it does not change acceptance."""
     found = []
     pairs: dict[tuple[str | None, str | None, str, int], tuple[Run, Run]] = {}
@@ -324,7 +353,8 @@ def _comparisons(runs: list[Run]) -> list[dict[str, Any]]:
         same = (a.prompts, a.num_speculative_tokens, a.concurrency)
         if a.drafter != b.drafter and same == (b.prompts, b.num_speculative_tokens, b.concurrency):
             pairs.setdefault((a.drafter, b.drafter, *same[:2]), (a, b))
-    for a, b in pairs.values():
+    for earlier, later in pairs.values():
+        a, b = (earlier, later) if earlier.drafter in start else (later, earlier)
         sources = list(dict.fromkeys(answer.source for answer in a.answers))
         for source in [None, *sources] if len(sources) > 1 else [None]:
             found.append(_comparison(a, b, source))
@@ -376,7 +406,7 @@ def _recommendation(found: dict[str, Any]) -> dict[str, Any]:
         "speed_up": scores[best] if timed else None,
         "text": [
             _on_speed(best, scores[best]) if timed else _on_length(best, scores[best]),
-            *(_on_drafter(name, found) for name in others),
+            *_on_drafters(others, found),
         ],
     }
 
@@ -415,31 +445,53 @@ def _on_length(best: tuple[str, int], length: float) -> str:
     )
 
 
-def _on_drafter(name: str, found: dict[str, Any]) -> str:
-    """Whether to deploy `name` instead of the start, and where it is worse."""
-    start = found["start"]
-    pairs = [c for c in found["comparisons"] if (c["a"], c["b"]) == (start, name)]
-    whole = [c for c in pairs if c["source"] is None]
-    if not whole:
+def _on_drafters(others: list[str], found: dict[str, Any]) -> Iterator[str]:
+    """Each against the start, and against those named after it where they were compared."""
+    compared = {(c["b"], c["a"]) for c in found["comparisons"]}
+    for place, name in enumerate(others):
+        yield _on_drafter(name, found["start"], found)
+        for later in others[place + 1 :]:
+            if (name, later) in compared:
+                yield _on_drafter(name, later, found)
+
+
+def _on_drafter(name: str, against: str, found: dict[str, Any]) -> str:
+    """Where `name` is accepted longer than another drafter, and where less."""
+    pairs = [c for c in found["comparisons"] if (c["a"], c["b"]) == (against, name)]
+    whole = {(c["prompts"], c["num_speculative_tokens"]): c["longer"] for c in pairs if c["source"] is None}
+    if not pairs:
         return (
-            f"**{name} or {start}:** not decided. They were not measured with the same prompts, K and "
-            "concurrency, or the server did not tell acceptance by request."
+            f"**{name} against {against}:** not compared. They were not measured with the same prompts, K "
+            "and concurrency, or the server did not tell acceptance by request."
         )
-    home = {run["prompts"] for run in found["runs"] if run["in_domain"]}
-    ours = [c for c in whole if c["prompts"] in home] or whole
-    worse = [c for c in pairs if c["longer"] == start]
-    gained = any(c["longer"] == name for c in ours)
-    lost = any(c["longer"] == start for c in ours)
-    verdict = "no" if lost or not gained else "yes, if what is lost matters less" if worse else "yes"
-    seen = "; ".join(f"{place(c)}: {change(c)}" for c in whole)
-    behind = "; ".join(f"{place(c)} ({c['difference']:+.3f})" for c in worse) or "nowhere beyond the interval"
-    return f"**{name} instead of {start}: {verdict}.** {seen}. Worse than {start}: {behind}."
+    # A source is worth a word where it goes another way than its file as a whole.
+    told = [
+        c
+        for c in pairs
+        if c["source"] is None or c["longer"] not in (None, whole[c["prompts"], c["num_speculative_tokens"]])
+    ]
+    domain = {run["prompts"]: DOMAIN[run["in_domain"]] for run in found["runs"]}
+
+    def places(longer: str | None) -> str:
+        return "; ".join(_seen(c, domain[c["prompts"]]) for c in told if c["longer"] == longer)
+
+    lines = [
+        f"**{name} against {against}**, acceptance length:\n",
+        f"* gained: {places(name) or 'nowhere'}",
+        f"* lost: {places(against) or 'nowhere beyond the interval'}",
+        *([f"* no difference: {places(None)}"] if places(None) else []),
+    ]
+    return "\n".join(lines)
 
 
-def place(comparison: dict[str, Any]) -> str:
-    """Where two drafters were compared."""
-    source = f", source {comparison['source']}" if comparison["source"] is not None else ""
-    return f"{label(comparison['prompts'])}{source} at K = {comparison['num_speculative_tokens']}"
+def _seen(comparison: dict[str, Any], domain: str) -> str:
+    part, whole = comparison["source"], comparison["prompt_set"]
+    low, high = comparison["interval"]
+    conditions = [domain, f"K = {comparison['num_speculative_tokens']}", f"95 % {low:+.3f} to {high:+.3f}"]
+    return (
+        f"{whole if part is None else f'{part} alone (of {whole})'} {comparison['difference']:+.3f} "
+        f"({', '.join(filter(None, conditions))})"
+    )
 
 
 def change(comparison: dict[str, Any]) -> str:
@@ -447,10 +499,3 @@ def change(comparison: dict[str, Any]) -> str:
     low, high = comparison["interval"]
     verdict = "no difference" if comparison["longer"] is None else f"{comparison['longer']} is longer"
     return f"{verdict} ({comparison['difference']:+.3f}, 95 % {low:+.3f} to {high:+.3f})"
-
-
-def label(prompts: str) -> str:
-    """A prompt file's short name: `runs/b/prompts/eval.jsonl` -> `b/prompts/eval`."""
-    path = Path(prompts)
-    folders = [part for part in path.parts[-3:-1] if part not in ("/", "..")]
-    return "/".join([*folders, path.stem])

@@ -19,13 +19,13 @@ _SETTINGS = (
 )
 
 
-def write(folder: Path, record: Manifest, served: dict[str, Any] | None = None) -> None:
+def write(folder: Path, record: Manifest, served: list[dict[str, Any]] | None = None) -> None:
     """Write the card of a drafter.
 
     Args:
         folder: `drafter/` with its config.json.
         record: 04's manifest, written already or about to be.
-        served: `results.json` of 05 with the rows of this drafter and of its start, where it was measured.
+        served: rows of the table of what 05 measured, from `_served`.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -63,7 +63,7 @@ def write(folder: Path, record: Manifest, served: dict[str, Any] | None = None) 
             f"{name} {record.config[name]}" for name in _SETTINGS if record.config[name] is not None
         ),
         offline=_offline(facts["step0"], facts["best"]),
-        served=_served(served) if served else [],
+        served=served or [],
         revision_flag=f" --revision {facts['revision']}" if facts.get("revision") else "",
         specforge=folder.parent / "specforge",
         folder=folder,
@@ -88,8 +88,7 @@ def add_served(folder: Path, name: str, results: dict[str, Any]) -> bool:
     record = manifest.read(folder, f"{_STAGE}.py")
     if record.stage != _STAGE or "sources" not in record.facts:
         return False
-    kept = [run for run in results["runs"] if run["drafter"] in (name, results["start"])]
-    write(folder, record, {**results, "runs": kept})
+    write(folder, record, _served(name, results))
     return True
 
 
@@ -110,18 +109,21 @@ def _offline(start: dict[str, Any], best: dict[str, Any]) -> list[dict[str, Any]
     return [*rows, all_of_them] if len(rows) > 1 else rows
 
 
-def _served(results: dict[str, Any]) -> list[dict[str, Any]]:
+def _served(name: str, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of this drafter and of the one that it was compared with, as rows of the card's table."""
     from common import evaluation
 
-    domain = {True: " (in domain)", False: " (out of domain)", None: ""}
     rows = []
     for run in results["runs"]:
+        if run["drafter"] not in (name, results["start"]):
+            continue
+        domain = evaluation.DOMAIN[run["in_domain"]]
         sure = run["acceptance_length_interval"]
         interval = f" [{sure[0]:.3f}, {sure[1]:.3f}]" if sure else ""
         rows.append(
             {
-                "prompts": evaluation.label(run["prompts"]) + domain[run["in_domain"]],
-                "drafter": run["drafter"],
+                "prompts": run["prompt_set"] + (domain and f" ({domain})"),
+                "drafter": f"**this drafter** ({name})" if run["drafter"] == name else run["drafter"],
                 "k": run["num_speculative_tokens"],
                 "streams": run["concurrency"],
                 "length": f"{run['acceptance_length']:.3f}{interval}",

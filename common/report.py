@@ -47,25 +47,29 @@ _READING = """## How to read this
 
 def _file_section(prompts: str, found: dict[str, Any]) -> str:
     runs = [run for run in found["runs"] if run["prompts"] == prompts]
-    domain = {True: ", in domain", False: ", out of domain", None: ""}[runs[0]["in_domain"]]
+    domain = evaluation.DOMAIN[runs[0]["in_domain"]]
     pairs = [c for c in found["comparisons"] if c["prompts"] == prompts]
     drafted = [run for run in runs if run["drafter"] is not None]
     blocks = [
-        f"## {evaluation.label(prompts)} ({runs[0]['prompts_answered']} prompts{domain})",
+        f"## Prompts: {runs[0]['prompt_set']}",
+        f"{runs[0]['prompts_answered']} prompts of `{prompts}`{domain and f', {domain}'}.",
         _main_table(runs),
     ]
     if drafted:
         blocks.append(_position_table(drafted))
     if pairs:
-        blocks.append(
-            "\n".join(
-                f"* {c['b']} against {c['a']}, {evaluation.place(c)}: {evaluation.change(c)}." for c in pairs
-            )
-        )
+        blocks.append("\n".join(f"* {_pair(c)}: {evaluation.change(c)}." for c in pairs))
     for title, column in (("Source", "by_source"), ("Part", "by_part")):
         if any(len(run[column] or {}) > 1 for run in drafted):
             blocks.append(_group_table(title, column, drafted))
     return "\n\n".join([*blocks, *_difference_lines(runs)])
+
+
+def _pair(comparison: dict[str, Any]) -> str:
+    source = f", {comparison['source']} alone" if comparison["source"] is not None else ""
+    return (
+        f"{comparison['b']} against {comparison['a']} at K = {comparison['num_speculative_tokens']}{source}"
+    )
 
 
 def _main_table(runs: list[dict[str, Any]]) -> str:
@@ -179,8 +183,10 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(5.0 * len(files), 7.5), layout="constrained")
     axes = figure.subplots(2, len(files), squeeze=False, sharey="row")
     for column, prompts in enumerate(files):
-        runs = [run for run in found["runs"] if run["prompts"] == prompts and run["drafter"] is not None]
-        _plot_positions(axes[0, column], runs, evaluation.label(prompts))
+        measured = [run for run in found["runs"] if run["prompts"] == prompts]
+        runs = [run for run in measured if run["drafter"] is not None]
+        axes[0, column].set_title(f"prompts: {measured[0]['prompt_set']}", wrap=True)
+        _plot_positions(axes[0, column], runs)
         _plot_speed_up(axes[1, column], runs)
     # Once, after all columns: a limit set earlier would end the shared autoscaling.
     axes[0, 0].set_ylim(bottom=0)
@@ -188,11 +194,10 @@ def plot(found: dict[str, Any], path: Path) -> None:
         figure.savefig(file, format="png", dpi=120)
 
 
-def _plot_positions(axis: Any, runs: list[dict[str, Any]], title: str) -> None:
+def _plot_positions(axis: Any, runs: list[dict[str, Any]]) -> None:
     lowest = min((run["concurrency"] for run in runs), default=0)
-    for run in runs:
-        if run["concurrency"] != lowest:
-            continue
+    shown = [run for run in runs if run["concurrency"] == lowest]
+    for place, run in enumerate(shown):
         shares = run["acceptance_by_position"]
         sure = run["acceptance_by_position_intervals"]
         # The percentile interval need not hold the value when few prompts are drawn.
@@ -201,24 +206,34 @@ def _plot_positions(axis: Any, runs: list[dict[str, Any]], title: str) -> None:
             [max(0.0, high - share) for share, (_, high) in zip(shares, sure, strict=True)],
         ]
         name = f"{run['drafter']}, K={run['num_speculative_tokens']}: {run['acceptance_length']:.2f}"
-        axis.errorbar(range(len(shares)), shares, yerr=bars, marker="o", capsize=3, label=name)
-    axis.set(title=title, xlabel="draft position", ylabel="accepted up to here (share of drafts)")
+        # Side by side: intervals drawn over one another cannot be told apart.
+        aside = 0.05 * (place - (len(shown) - 1) / 2)
+        positions = [position + aside for position in range(len(shares))]
+        axis.errorbar(positions, shares, yerr=bars, marker="o", capsize=3, label=name)
+    axis.set(xlabel="draft position", ylabel="accepted up to here (share of drafts)")
     axis.xaxis.get_major_locator().set_params(integer=True)
     if runs:
         axis.legend(title="acceptance length")
 
 
 def _plot_speed_up(axis: Any, runs: list[dict[str, Any]]) -> None:
-    for choice in dict.fromkeys(evaluation.choice(run) for run in runs):
-        points = [
-            (r["concurrency"], r["speed_up"])
-            for r in runs
-            if evaluation.choice(r) == choice and r["speed_up"] is not None
-        ]
-        axis.plot(
-            *zip(*points, strict=True), marker="o", label=f"{choice[0]}, K={choice[1]}"
-        ) if points else None
-    axis.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="verifier alone")
+    """Lines over the numbers of streams; bars where there is only one, as one point makes no line."""
+    timed = [run for run in runs if run["speed_up"] is not None]
     streams = sorted({run["concurrency"] for run in runs})
-    axis.set(xlabel="concurrent streams", ylabel="speed-up (output tokens/s)", xticks=streams)
+    if len(streams) > 1:
+        for choice in dict.fromkeys(map(evaluation.choice, timed)):
+            points = [
+                (run["concurrency"], run["speed_up"]) for run in timed if evaluation.choice(run) == choice
+            ]
+            axis.plot(*zip(*points, strict=True), marker="o", label=f"{choice[0]}, K={choice[1]}")
+        axis.set(xlabel="concurrent streams", xticks=streams)
+    else:
+        names = [f"{run['drafter']}\nK={run['num_speculative_tokens']}" for run in timed]
+        for place, run in enumerate(timed):
+            axis.bar(place, run["speed_up"], width=0.6)
+        axis.set_xticks(range(len(names)), names, rotation=30 if len(names) > 5 else 0)
+        axis.margins(y=0.25)  # room for the legend above the line of the verifier
+        axis.set_xlabel(f"drafter ({streams[0]} concurrent streams)" if streams else "")
+    axis.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="verifier alone")
+    axis.set_ylabel("speed-up (output tokens/s)")
     axis.legend()

@@ -237,9 +237,9 @@ def test_acceptance_by_step_is_read_or_unknown(response: dict[str, Any], steps: 
 
 def test_a_drafter_that_does_not_draft_fails_with_the_likely_causes():
     runs = [
-        {"drafter": None, "prompts": "a", "acceptance_length": 1.0},
-        {"drafter": "good", "prompts": "a", "acceptance_length": 1.3},
-        {"drafter": "bad", "prompts": "a", "acceptance_length": 1.01},
+        {"drafter": None, "prompt_set": "a", "acceptance_length": 1.0},
+        {"drafter": "good", "prompt_set": "a", "acceptance_length": 1.3},
+        {"drafter": "bad", "prompt_set": "a", "acceptance_length": 1.01},
     ]
     with pytest.raises(StageError, match=r"1.05: bad on a: 1.010\..*d2t.*layer ids.*rope"):
         script.require_acceptance({"runs": runs}, 1.05)

@@ -49,7 +49,9 @@ def a_run(drafter: str | None, found: list[Answer], **changes: Any) -> Run:
 
 
 def alone(**changes: Any) -> Run:
-    silent = [Answer(a.id, a.source, a.token_ids, None, a.thinking) for a in answers([0])]
+    silent = [
+        Answer(a.id, a.source, a.token_ids, None, a.thinking) for a in changes.pop("answers", answers([0]))
+    ]
     return a_run(None, silent, **changes)
 
 
@@ -88,6 +90,16 @@ def test_drafters_are_compared_at_the_lowest_concurrency_that_both_have():
     assert "not measured with the same prompts, K and concurrency" in apart["recommendation"]["text"][1]
 
 
+def test_the_second_drafter_is_judged_against_the_start_and_all_others():
+    named = ("base", "tuned", "scratch")
+    steps = {"base": BASE, "tuned": TUNED, "scratch": BASE}
+    found = results(alone(), *(a_run(name, answers(steps[name])) for name in named), drafters=named)
+    pairs = [(pair["b"], pair["a"], pair["longer"]) for pair in found["comparisons"]]
+    assert pairs == [("tuned", "base", "tuned"), ("scratch", "base", None), ("tuned", "scratch", "tuned")]
+    starts = [text.split("**")[1] for text in found["recommendation"]["text"][1:]]
+    assert starts == ["tuned against base", "tuned against scratch", "scratch against base"]
+
+
 def test_speed_up_is_over_the_verifier_at_the_same_concurrency():
     found = results(
         alone(seconds=10.0),
@@ -109,27 +121,44 @@ def test_a_longer_drafter_is_told_from_one_that_is_not():
     assert (same["difference"], same["longer"]) == (0.0, None)
 
 
-def test_the_recommendation_names_where_the_tuned_head_is_worse():
+def test_the_recommendation_says_what_is_gained_where_and_lost_where():
     found = results(
         alone(),
-        alone(prompts="b.jsonl", in_domain=False),
+        alone(prompts="b.jsonl", in_domain=False, answers=answers([0], sources=("chat",))),
         a_run("base", answers(BASE)),
         a_run("tuned", answers(TUNED), seconds=5.0),
-        a_run("base", answers(TUNED), prompts="b.jsonl", in_domain=False),
-        a_run("tuned", answers(BASE), prompts="b.jsonl", in_domain=False, seconds=5.0),
+        a_run("base", answers(TUNED, sources=("chat",)), prompts="b.jsonl", in_domain=False),
+        a_run("tuned", answers(BASE, sources=("chat",)), prompts="b.jsonl", in_domain=False, seconds=5.0),
     )
     advice = found["recommendation"]
     assert (advice["drafter"], advice["num_speculative_tokens"]) == ("tuned", 2)
     assert advice["speed_up"] == pytest.approx(2.0)
     fastest, verdict = advice["text"]
     assert "Fastest: tuned with K = 2" in fastest
-    assert "tuned instead of base: yes, if what is lost matters less" in verdict
-    assert "Worse than base: b at K = 2 (-0.444)" in verdict
+    head, empty, gained, lost = verdict.splitlines()
+    assert (head, empty) == ("**tuned against base**, acceptance length:", "")
+    assert gained.startswith("* gained: math +0.444 (in domain, K = 2, 95 % +0.")
+    assert lost.startswith("* lost: chat -0.444 (out of domain, K = 2, 95 % -0.")
 
 
-def test_no_gain_is_no_reason_to_deploy():
+def test_no_gain_is_said_to_be_none():
     found = results(alone(), a_run("base", answers(BASE)), a_run("tuned", answers(BASE)))
-    assert "tuned instead of base: no." in found["recommendation"]["text"][1]
+    assert found["recommendation"]["text"][1].splitlines()[2:] == [
+        "* gained: nowhere",
+        "* lost: nowhere beyond the interval",
+        "* no difference: math +0.000 (in domain, K = 2, 95 % +0.000 to +0.000)",
+    ]
+
+
+def test_a_source_that_goes_another_way_than_its_file_is_told():
+    def of(math: list[int], code: list[int]):
+        return [answers(code if i % 2 else math, sources=("math", "code"))[i] for i in range(PROMPTS)]
+
+    found = results(alone(), a_run("base", of(BASE, TUNED)), a_run("tuned", of([2] * 8, BASE)))
+    gained, lost = found["recommendation"]["text"][1].splitlines()[2:]
+    assert gained.startswith("* gained: math + code +")
+    assert "alone" not in gained
+    assert lost.startswith("* lost: code alone (of math + code) -0.444 (")
 
 
 def test_a_drafter_slower_than_the_verifier_is_said_to_be():
@@ -224,14 +253,19 @@ def test_a_run_survives_its_file():
     assert Run.from_row(json.loads(json.dumps(run.to_row()))) == run
 
 
-@pytest.mark.parametrize(
-    ("prompts", "short"),
-    [
-        ("runs/b/prompts/eval.jsonl", "b/prompts/eval"),
-        ("mt_bench.jsonl", "mt_bench"),
-        ("/data/mt_bench.jsonl", "data/mt_bench"),
-        ("../shared/mt_bench.jsonl", "shared/mt_bench"),
-    ],
-)
-def test_prompt_files_have_short_names(prompts: str, short: str):
-    assert evaluation.label(prompts) == short
+def test_prompt_files_are_called_by_what_they_ask_and_not_by_their_folder():
+    def named(**sources: tuple[str, ...]) -> dict[str, str]:
+        runs = [
+            alone(prompts=f"runs/{folder}/prompts/eval.jsonl", answers=answers([0], sources=own))
+            for folder, own in sources.items()
+        ]
+        return evaluation.prompt_sets(runs)
+
+    first, second = "runs/base/prompts/eval.jsonl", "runs/tuned/prompts/eval.jsonl"
+    assert named(base=("chat",), tuned=("math", "code")) == {first: "chat", second: "math + code"}
+    # The same sources twice: only the files differ.
+    assert named(base=("chat",), tuned=("chat",)) == {
+        first: f"chat from {first}",
+        second: f"chat from {second}",
+    }
+    assert named(base=("a", "b", "c", "d", "e")) == {first: "a + b + c + 2 more"}

@@ -100,6 +100,7 @@ def test_it_says_how_to_serve_and_publish(folder: Path) -> None:
     text = "\n".join(lines(folder))
     assert "    vllm serve moonshotai/Kimi-K2.5 --revision abc123 \\\n" in text
     assert '"model": "ORGANISATION/NAME", "num_speculative_tokens": 3}' in text
+    assert f"`{folder.parent}/specforge`, which is there only after\n`04_train.py --export specforge`" in text
     assert f"EAGLE3 --speculative-draft-model-path {folder.parent}/specforge" in text
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in text
     assert f'    hf upload ORGANISATION/NAME {folder} . --exclude manifest.json --exclude ".*"' in text
@@ -115,9 +116,13 @@ def test_what_05_measured_takes_the_place_of_its_absence(folder: Path) -> None:
     )
     assert model_card.add_served(folder, "tuned", found)
     text = lines(folder)
-    (row,) = [line for line in text if line.startswith("| a (in domain) | tuned | 2 | 1 | 1.667 [")]
+    (row,) = [
+        line
+        for line in text
+        if line.startswith("| math (in domain) | **this drafter** (tuned) | 2 | 1 | 1.667 [")
+    ]
     assert row.endswith("| 2.00 |")
-    assert any(line.startswith("| a (in domain) | base | 2 | 1 | 1.222 [") for line in text)
+    assert any(line.startswith("| math (in domain) | base | 2 | 1 | 1.222 [") for line in text)
     assert not any("| other |" in line for line in text)
     assert not any("have not been measured" in line for line in text)
     assert "| math | 100 | 1.400 | 1.600 |" in text

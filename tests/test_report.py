@@ -18,8 +18,9 @@ def test_the_report_has_a_row_for_each_run_and_the_verdict():
     assert tuned[3].startswith("1.667 [")
     assert tuned[4:] == ["96.0", "2.00", "12 of 12"]
     assert ["Drafter", "K", "Streams", "Position 0", "Position 1"] in cells
-    assert "in domain" in text
-    assert "* tuned against base, a at K = 2: tuned is longer (+0.444" in text
+    assert "## Prompts: math\n\n12 prompts of `a.jsonl`, in domain.\n" in text
+    assert "* tuned against base at K = 2: tuned is longer (+0.444" in text
+    assert text.index("**tuned against base**") < text.index("## Prompts")
 
 
 def test_one_difference_of_several_runs_is_told_once():
