@@ -176,12 +176,12 @@ def show(counts: Ids, vocab: DraftVocab) -> None:
 
     total = int(counts.sum())
     _LOG.info(
-        "%s supervised tokens, %d distinct; D = %d covers %.2f %%: a share of %.2f %% can never be accepted",
+        "%s supervised tokens, %d distinct; the draft vocabulary (D = %d) covers %.2f %% of them: acceptance "
+        "at position 0 can be no higher",
         log.human_count(total),
         (counts > 0).sum(),
         len(vocab),
         100 * vocab.coverage(counts),
-        100 * (1 - vocab.coverage(counts)),
     )
     sizes = [size for size in _SIZES if size < len(counts)]
     _LOG.info(

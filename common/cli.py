@@ -12,11 +12,12 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -56,6 +57,70 @@ def seconds(text: str) -> float:
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
+    return value
+
+
+def share(text: str) -> float:
+    """argparse type: a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, found {value}")
+    return value
+
+
+# What stands for a value where a flag names nothing better; argparse would repeat the flag in capitals.
+_KINDS: dict[Any, str] = {
+    int: "N",
+    positive: "N",
+    float: "X",
+    share: "SHARE",
+    seconds: "TIME",
+    Path: "PATH",
+    None: "NAME",
+}
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Adds what the help of a flag leaves out: its default, that it is required, the kind of its value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said, default = action.help or "", action.default
+        if action.required:
+            return f"{said}; required"
+        nothing = default is None or default is False or default in ("", [], argparse.SUPPRESS)
+        if nothing or re.search(r"\bdefault\b", said):
+            return said
+        if default is True:
+            shown = action.option_strings[0]
+        else:
+            values = default if isinstance(default, list) else [default]
+            shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+        return f"{said}; default: {shown.replace('%', '%%')}"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return _KINDS.get(action.type, "VALUE")
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == argparse.ONE_OR_MORE:
+            return f"{action.metavar or default_metavar} ..."
+        return super()._format_args(action, default_metavar)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the usage of forty flags would push it off the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
+
+
 def stage_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the flags that every stage has.
 
@@ -65,8 +130,8 @@ def stage_parser(doc: str) -> argparse.ArgumentParser:
     Returns:
         A parser without abbreviations, so that a misspelt flag is refused instead of guessed.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = _Parser(
+        usage="python %(prog)s [flags]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
     run = parser.add_argument_group("Run")
     run.add_argument("--config", type=Path, help="YAML file; its section named after the script sets flags")
@@ -92,22 +157,6 @@ def stage_parser(doc: str) -> argparse.ArgumentParser:
         "--debug", action=argparse.BooleanOptionalAction, default=False, help="tracebacks, debug log"
     )
     return parser
-
-
-def positive(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
-    return value
-
-
-def share(text: str) -> float:
-    """argparse type: a number from 0 to 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, found {value}")
-    return value
 
 
 def stage(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[..., Callable[..., int]]:
@@ -197,7 +246,7 @@ def parse(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> arg
         SystemExit: argparse's own checks (code 2), `--help` and `--print-config` (code 0).
     """
     flags = {token.split("=", 1)[0] for token in argv if token.startswith("--")}
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = _Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     config = early.parse_known_args(argv)[0].config
     tokens: list[str] = []

@@ -484,9 +484,9 @@ class Trainer(speculators_trainer.Trainer):
             found = self.held_out.by_source(self.drafter)
         whole = acceptance.total(found.values())
         _LOG.info(
-            "step %d of %d: held-out acceptance length %.3f (%s)",
+            "step %d of %d: held-out acceptance length %.3f (accepted at position %s)",
             *(step, self.total_steps, whole.length),
-            " ".join(f"{share:.3f}" for share in whole.by_position),
+            ", ".join(f"{place}: {share:.3f}" for place, share in enumerate(whole.by_position)),
         )
         row = {**whole.as_json(), "by_source": {name: part.as_json() for name, part in found.items()}}
         train_metrics.held_out(step, found)

@@ -33,7 +33,11 @@ _SUFFIXES: dict[TensorName, tuple[str, ...]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a verifier."""
     group = parser.add_argument_group("Verifier")
-    group.add_argument("--verifier", help="folder or hub id; default: the one that the stage before recorded")
+    group.add_argument(
+        "--verifier",
+        metavar="PATH|HUB_ID",
+        help="folder or hub id; default: the one that the stage before recorded",
+    )
     group.add_argument(
         "--revision", help="hub revision (branch, tag or commit); default: the repository's main"
     )

@@ -292,7 +292,10 @@ def test_the_config_s_section_sets_the_flags(run_dir: Path, config: Path, capsys
     write(run_dir / "dataset")
     assert load_script("02_build_vocab_map").main(["--config", str(config), "--run-dir", str(run_dir)]) == 0
     assert chosen(run_dir) == [0, 2, 7, 50, 60]
-    assert "8 supervised tokens, 4 distinct; D = 5 covers 100.00 %" in capsys.readouterr().err
+    assert (
+        "8 supervised tokens, 4 distinct; the draft vocabulary (D = 5) covers 100.00 %"
+        in capsys.readouterr().err
+    )
 
 
 def test_started_as_a_command_it_reads_the_same_section(config: Path) -> None:

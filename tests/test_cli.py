@@ -128,6 +128,32 @@ def test_a_misspelt_flag_is_refused_and_not_guessed(parse, capsys) -> None:
     assert "--layer" in capsys.readouterr().err
 
 
+def test_a_wrong_command_line_is_one_line_without_the_usage(parse, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse("", "--lr fast")
+    prog = build_parser().prog
+    said = f"error: argument --lr: invalid float value: 'fast' (python {prog} --help lists the flags)"
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_help_adds_defaults_and_kinds_of_values_where_a_flag_leaves_them_out(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    parser = cli.stage_parser("A stage.")
+    parser.add_argument("--lr", type=float, default=1e-4, help="rate")
+    parser.add_argument("--ids", type=int, nargs="+", default=[2, 15], help="layers")
+    parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="keep")
+    parser.add_argument("--port", type=int, help="a port; default: a free one")
+    parser.add_argument("--data", type=Path, required=True, help="rows")
+    said = [" ".join(line.split()) for line in parser.format_help().splitlines()]
+    assert "--lr X rate; default: 0.0001" in said
+    assert "--ids N ... layers; default: 2 15" in said
+    assert "--keep, --no-keep keep; default: --keep" in said
+    assert "--port N a port; default: a free one" in said
+    assert "--data PATH rows; required" in said
+    assert "--run-dir PATH folder that all stages share; default: runs/default" in said
+    assert not any("overwrite" in line and "default" in line for line in said)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What is refused, by name
 
