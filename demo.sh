@@ -40,5 +40,5 @@ stage 05_evaluate.py $config --run-dir runs/demo/finetuned \
     --prompts runs/demo/finetuned/prompts/eval.jsonl \
     --prompts runs/demo/base/prompts/eval.jsonl
 
-printf '\nDone in %d:%02d. Run folders: runs/demo; report and plot: runs/demo/finetuned/evaluation\n' \
+printf '\nDone in %d:%02d, setup not counted. Run folders: runs/demo; report and plot: runs/demo/finetuned/evaluation\n' \
     $((SECONDS / 60)) $((SECONDS % 60))

@@ -26,11 +26,16 @@ fi
 
 [ -x $venv ] || "$python" -m venv .venv ||
     fail "$python cannot make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
-pip() { $venv -m pip --disable-pip-version-check "$@"; }
+# Without --quiet pip writes hundreds of lines; its errors are shown all the same.
+pip() { $venv -m pip --disable-pip-version-check --quiet "$@"; }
 
 if [ $gpu = yes ]; then
+    echo "installing PyTorch, vLLM, speculators and the test tools into .venv: some minutes and gigabytes" \
+        "(CUDA's libraries are the most of it); pip says nothing until it ends or fails"
     pip install -r requirements.txt -r requirements-dev.txt vllm==0.32.0
 else
+    echo "installing PyTorch's CPU build, vLLM, speculators and the test tools into .venv: two or three minutes" \
+        "with a fast network, 4 GB of disk; pip says nothing until it ends or fails"
     # First and by its full name: a plain torch==2.13.0 would fetch gigabytes of CUDA libraries for no GPU.
     cpu_torch=2.13.0+cpu
     if [ "$(uname -s)" = Darwin ]; then cpu_torch=2.13.0; fi
@@ -45,13 +50,13 @@ fi
 # vLLM and speculators ask for these, text models never use them, and a build that does not fit this torch makes
 # transformers and vLLM fail to import. Versions do not tell whether it fits: an import does.
 for package in torchvision torchaudio torchcodec; do
-    if pip show --quiet $package 2>/dev/null && ! $venv -c "import $package" 2>/dev/null; then
+    if pip show $package 2>/dev/null && ! $venv -c "import $package" 2>/dev/null; then
         echo "$package does not import beside this torch: uninstalling it"
-        pip uninstall --quiet --yes $package
+        pip uninstall --yes $package
     fi
 done
 $venv -c "import transformers, speculators, vllm" ||
     fail "the packages are installed but do not import (see above). Delete .venv and run this again."
 
 echo "$state" > $stamp
-echo ".venv is ready"
+echo ".venv is ready after $((SECONDS / 60)):$(printf %02d $((SECONDS % 60)))"

