@@ -61,14 +61,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data.add_argument(
         "--eval-prompts",
-        type=_count,
+        type=whole_number,
         default=200,
         metavar="N",
         help="held-out prompts; each source gives its share, and none of their openings is trained on",
     )
     data.add_argument(
         "--max-samples",
-        type=_count,
+        type=whole_number,
         metavar="N",
         help="training prompts at most, drawn evenly from all rows; default: all",
     )
@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def whole_number(text: str) -> int:
     """As `cli.positive`, but none is a number too."""
     value = int(text)
     if value < 0:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import textwrap
@@ -64,7 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--seed", type=int, help="sent with each request; default: none (one kills vLLM's CPU server)"
     )
     sampling.add_argument(
-        "--extra-body", type=json.loads, metavar="JSON", help="more request fields, e.g. '{\"top_k\": 20}'"
+        "--extra-body",
+        type=cli.json_value,
+        metavar="JSON",
+        help="more request fields, e.g. '{\"top_k\": 20}'",
     )
     sampling.add_argument(
         "--thinking",

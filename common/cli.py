@@ -73,6 +73,14 @@ def share(text: str) -> float:
     return value
 
 
+def json_value(text: str) -> Any:
+    """argparse type: JSON; argparse itself would call it an `invalid loads value`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+
+
 # What stands for a value where a flag names nothing better; argparse would repeat the flag in capitals.
 _KINDS: dict[Any, str] = {
     int: "N",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import json
 import os
 import signal
 from pathlib import Path
@@ -34,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layer-ids", type=int, nargs=3)
     parser.add_argument("--force-token", nargs="+", action="extend", default=[])
     parser.add_argument("--max-time", default="")
-    parser.add_argument("--extra-body", type=json.loads)
+    parser.add_argument("--extra-body", type=cli.json_value)
     return parser
 
 
@@ -134,6 +133,12 @@ def test_a_wrong_command_line_is_one_line_without_the_usage(parse, capsys) -> No
     prog = build_parser().prog
     said = f"error: argument --lr: invalid float value: 'fast' (python {prog} --help lists the flags)"
     assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_what_is_no_json_is_said_to_be_none(parse, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse("", "--extra-body {top_k}")
+    assert "argument --extra-body: '{top_k}' is not JSON: Expecting property" in capsys.readouterr().err
 
 
 def test_help_adds_defaults_and_kinds_of_values_where_a_flag_leaves_them_out(monkeypatch) -> None:
