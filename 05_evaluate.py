@@ -10,7 +10,8 @@
   minutes on a laptop:
     python 05_evaluate.py --run-dir runs/laptop --serve --max-prompts 20 --max-tokens 128 --concurrency 4
 
-The verifier alone is always measured first; the first --drafter is the start that the others are judged by.
+The verifier alone is always measured first; the first --drafter is the start that the others are judged by,
+and each is judged by those named after it too: base, finetuned, scratch is a good order.
 Each finished run is kept in evaluation/runs.jsonl, so a rerun resumes, and new drafters, prompt files, K or
 concurrencies are added to what is there. Intervals and parts need the acceptance of each answer: start a
 server of your own with --per-request-spec-decode-metrics detailed. results.json is documented in

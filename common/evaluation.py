@@ -23,7 +23,7 @@
 * `comparisons`: each pair of drafters on the same prompts, for a whole file (`source` null) and for each
   source: `{a, b, prompts, prompt_set, source, num_speculative_tokens, concurrency, compared, difference,
   interval, longer}`; `difference` is b's acceptance length minus a's, `longer` is null where the interval
-  holds 0. `a` is the start, or of two others the one named later: the second drafter is judged against all.
+  holds 0. `a` is the start, or of two others the one named later.
 * `recommendation`: `{drafter, num_speculative_tokens, speed_up, text: [paragraphs]}`.
 """
 
