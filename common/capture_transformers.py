@@ -52,6 +52,7 @@ class TransformersBackend:
             dtype=dtype,
         )
         self._model = model.to(self._device).eval()
+        self._head = self._model.get_output_embeddings()
 
     async def capture(
         self, rows: Iterable[CaptureRow], check: Check, *, predict: bool = False
@@ -61,13 +62,11 @@ class TransformersBackend:
             for row, states, predicted in await asyncio.to_thread(self._forward, batch, predict):
                 yield row, await asyncio.to_thread(self._keep, row, states, predicted, check)
 
-    def _keep(
-        self, row: CaptureRow, states: torch.Tensor, predicted: torch.Tensor | None, check: Check
-    ) -> Outcome:
+    def _keep(self, row: CaptureRow, states: torch.Tensor, said: torch.Tensor, check: Check) -> Outcome:
         kept, states = row.kept, states[row.start :]
         try:
             with self._store.storing(row.index, kept.token_ids, states) as stored:
-                check(kept, stored, None if predicted is None else predicted[row.start :])
+                check(kept, stored, said[-len(kept.token_ids) :])
         except Damaged as error:
             return error
         return None
@@ -75,20 +74,18 @@ class TransformersBackend:
     @torch.inference_mode()
     def _forward(
         self, batch: list[CaptureRow], predict: bool
-    ) -> list[tuple[CaptureRow, torch.Tensor, torch.Tensor | None]]:
+    ) -> list[tuple[CaptureRow, torch.Tensor, torch.Tensor]]:
         # Padding stands on the right, where no earlier token attends to it: no mask is needed.
         padded = torch.nn.utils.rnn.pad_sequence([row.token_ids for row in batch], batch_first=True)
-        padded = padded.to(self._device)
         with self._outputs() as outputs:
-            if predict:
-                best = self._model(padded, use_cache=False).logits.argmax(-1).cpu()
-            else:
-                self._model.get_decoder()(padded, use_cache=False)
+            normed = self._model.get_decoder()(padded.to(self._device), use_cache=False).last_hidden_state
         states = torch.stack([outputs[layer].to(torch.bfloat16).cpu() for layer in self._layer_ids], dim=2)
-        return [
-            (row, states[i, : len(row.token_ids)], best[i, : len(row.token_ids) - 1] if predict else None)
-            for i, row in enumerate(batch)
-        ]
+        found = []
+        for number, row in enumerate(batch):
+            end = len(row.token_ids)
+            said = self._head(normed[number, 0 if predict else end - 1 : end]).argmax(-1).cpu()
+            found.append((row, states[number, :end], said))
+        return found
 
     @contextmanager
     def _outputs(self) -> Iterator[dict[int, torch.Tensor]]:

@@ -19,6 +19,9 @@ from common.inference_pool import InferencePool
 if TYPE_CHECKING:
     import torch
 
+# A model's generation_config.json may bring penalties, by which greedy is not the most likely token any more.
+_GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 
 @dataclass(frozen=True)
 class VllmBackend:
@@ -50,7 +53,8 @@ class VllmBackend:
                 model=self.model,
                 prompt=row.token_ids.tolist(),
                 max_tokens=1,
-                temperature=0.0,
+                return_token_ids=True,
+                **_GREEDY,
                 **({"prompt_logprobs": 1} if predict else {}),
             )
             try:
@@ -66,7 +70,8 @@ class VllmBackend:
         file = self._server_file(answer)
         wait_until_written(file)
         with self.store.adopting(row, file) as states:
-            check(row.kept, states, _predictions(answer)[row.start :] if predict else None)
+            said = _said(answer, predict)
+            check(row.kept, states, said[-len(row.kept.token_ids) :])
 
     def _server_file(self, answer: dict[str, Any]) -> Path:
         return server_file(answer, self.shared_folder, self.layer_ids, self.server_command)
@@ -173,15 +178,27 @@ def wait_until_written(file: Path) -> None:
     lock.unlink(missing_ok=True)
 
 
-def _predictions(answer: dict[str, Any]) -> torch.Tensor:
-    """[T-1] int64: the server's most likely token after each but the last of the prompt's tokens."""
+def _said(answer: dict[str, Any], predict: bool) -> torch.Tensor:
+    """[n] int64: the server's most likely token after each of the prompt's last n tokens.
+
+    The last is the token that it generated; with `predict` those of `prompt_logprobs` stand before it.
+    """
     import torch
 
-    choices = answer["choices"][0].get("prompt_logprobs")
-    if not choices:
-        raise InputError(
-            "the server gives no prompt_logprobs, which check the first rows: --no-content-check"
-        )
-    return torch.tensor(
-        [next(int(token) for token, entry in at.items() if entry["rank"] == 1) for at in choices[1:]]
+    choice = answer["choices"][0]
+    wanted = {"token_ids": "return_token_ids"} | ({"prompt_logprobs": "prompt_logprobs"} if predict else {})
+    for field, parameter in wanted.items():
+        if not choice.get(field):
+            raise InputError(
+                f"the server does not do what {parameter} asks for, and the states cannot be checked without "
+                "it: it is no vLLM 0.32, or behind a proxy that leaves such fields out"
+            )
+    before = (
+        [
+            next(int(token) for token, entry in at.items() if entry["rank"] == 1)
+            for at in choice["prompt_logprobs"][1:]
+        ]
+        if predict
+        else []
     )
+    return torch.tensor([*before, choice["token_ids"][0]])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import StageError
-from common.hidden_states import CaptureRow, ContentCheck, Damaged, DiskFull, HiddenStateStore
+from common.hidden_states import CaptureRow, ContentCheck, Damaged, DiskFull, Doubtful, HiddenStateStore
 from common.store_forms import StoreForm
 
 H = 8
@@ -248,17 +249,43 @@ def test_a_row_without_supervised_tokens_is_not_judged(content: ContentCheck) ->
 
 def test_states_that_say_what_the_verifier_says_agree_fully(content: ContentCheck) -> None:
     said = [1, 2, 3, 4, 5, 6, 7, 0]
-    assert content.compare(row_of(8), pointing_at(content, said), torch.tensor(said[:-1])) == 1.0
+    assert content.compare(row_of(8), pointing_at(content, said), torch.tensor(said)) == 1.0
 
 
 def test_shifted_states_are_called_shifted(content: ContentCheck) -> None:
     said = [1, 2, 3, 4, 5, 6, 7, 0]
     shifted = pointing_at(content, said).roll(1, 0)
     with pytest.raises(Damaged, match="shifted by one position"):
-        content.compare(row_of(8), shifted, torch.tensor(said[:-1]))
+        content.compare(row_of(8), shifted, torch.tensor(said))
 
 
 def test_states_of_another_layer_are_called_so(content: ContentCheck) -> None:
     said = [1, 2, 3, 4, 5, 6, 7, 0]
     with pytest.raises(Damaged, match="another layer"):
-        content.compare(row_of(8), pointing_at(content, said[::-1]), torch.tensor(said[:-1]))
+        content.compare(row_of(8), pointing_at(content, said[::-1]), torch.tensor(said))
+
+
+@pytest.mark.parametrize(
+    ("hits", "rate", "doubted"),
+    # At half of 0.8, 2 of 16 have a chance of 0.018 and 3 one of 0.065; at half of 0.3, 0 of 16 one of 0.074.
+    [(2, 0.8, True), (3, 0.8, False), (0, 0.3, False), (0, 0.4, True)],
+)
+def test_a_glance_doubts_rows_with_improbably_few_hits(
+    content: ContentCheck, hits: int, rate: float, doubted: bool
+) -> None:
+    row = CaptureRow(0, torch.arange(17) % H, torch.ones(17))
+    right = row.token_ids.roll(-1).tolist()
+    said = [right[t] if t < hits else int(row.token_ids[t]) for t in range(17)]
+    with pytest.raises(Doubtful, match=f"{hits} of 16") if doubted else nullcontext():
+        assert content.glance(row, pointing_at(content, said), said[-1], rate) == (hits, 16)
+
+
+def test_a_glance_doubts_a_row_after_which_the_verifier_says_something_else(content: ContentCheck) -> None:
+    row = CaptureRow(0, torch.arange(H), torch.ones(H))
+    states = pointing_at(content, [1, 2, 3, 4, 5, 6, 7, 0])
+    assert content.glance(row, states, 0, 0.9) == (7, 7)
+    with pytest.raises(Doubtful, match=r"another token after the row than the verifier itself \(3\)"):
+        content.glance(row, states, 3, 0.9)
+    # 3 and 0 differ by 1 % now, which bfloat16 does not tell apart.
+    states[-1, -1, 3] = states[-1, -1, 0] * content.norm[0] / content.norm[3] * 0.99
+    assert content.glance(row, states, 3, 0.9) == (7, 7)
