@@ -134,7 +134,7 @@ def bare(model: Verifier, url: str, folder: Path) -> Spent:
     ]
     spent = measure.timed(lambda: asyncio.run(generate.post_all(f"{url}/completions", bodies, _CONCURRENCY)))
     for file in (folder / "shared").iterdir():
-        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
     return spent
 
 

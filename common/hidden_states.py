@@ -435,8 +435,8 @@ class ContentCheck:
             Hits, and tokens looked at: at most `positions`, evenly spread.
         """
         looked_at = self._looked_at(row)
-        best = self._is_best(states[looked_at, -1], row.token_ids[looked_at + 1], tolerance=0.0)
-        return int(best.sum()), len(looked_at)
+        behind = self._behind(states[looked_at, -1], row.token_ids[looked_at + 1])
+        return int((behind == 0).sum()), len(looked_at)
 
     def glance(self, row: CaptureRow, states: torch.Tensor, said: int, rate: float) -> tuple[int, int]:
         """As `hits`, and compare the state of the last position with what the verifier said there.
@@ -451,18 +451,26 @@ class ContentCheck:
             Doubtful: they differ, or there are so few hits that half of `rate` would give more in 95 of 100
                 rows (binomial distribution).
         """
-        if not bool(self._is_best(states[-1:, -1], row.token_ids.new_tensor([said]))):
+        import torch
+
+        looked_at = self._looked_at(row)
+        # One product for both questions: what it costs is reading lm_head.
+        behind = self._behind(
+            torch.cat([states[looked_at, -1], states[-1:, -1]]),
+            torch.cat([row.token_ids[looked_at + 1], row.token_ids.new_tensor([said])]),
+        )
+        if bool(behind[-1] > _LOGIT_TOLERANCE):
             raise Doubtful(
                 f"row {row.index}: norm and lm_head of the last state give another token after the row than "
                 f"the verifier itself ({said})"
             )
-        hits, looked_at = self.hits(row, states)
-        if _chance_of_at_most(hits, looked_at, rate / 2) < _IMPROBABLE:
+        hits = int((behind[:-1] == 0).sum())
+        if _chance_of_at_most(hits, len(looked_at), rate / 2) < _IMPROBABLE:
             raise Doubtful(
-                f"row {row.index}: the states predict {hits} of {looked_at} supervised tokens, "
+                f"row {row.index}: the states predict {hits} of {len(looked_at)} supervised tokens, "
                 f"where those of other rows predict {rate:.0%}"
             )
-        return hits, looked_at
+        return hits, len(looked_at)
 
     def compare(self, row: CaptureRow, states: torch.Tensor, said: torch.Tensor) -> float:
         """Compare all of a row's last states with the verifier's own predictions.
@@ -509,12 +517,13 @@ class ContentCheck:
         return "They come from another layer than the last, or from another model than --verifier."
 
     def _agreement(self, last: torch.Tensor, said: torch.Tensor) -> float:
-        return float(self._is_best(last, said).float().mean())
+        return float((self._behind(last, said) <= _LOGIT_TOLERANCE).float().mean())
 
-    def _is_best(
-        self, last: torch.Tensor, tokens: torch.Tensor, tolerance: float = _LOGIT_TOLERANCE
-    ) -> torch.Tensor:
-        """[n] bool: whether states [n, H] give tokens [n] the largest logit, or one that is as good."""
+    def _behind(self, last: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[n] float32: how far states [n, H] put tokens [n] behind the best one.
+
+        In parts of the largest absolute logit; 0 where the token is the best one.
+        """
         import torch
 
         last = last.float()
@@ -522,7 +531,7 @@ class ContentCheck:
         logits = torch.nn.functional.linear(normed.to(self.lm_head.dtype), self.lm_head)
         named = logits.gather(1, tokens[:, None])[:, 0].float()
         high, low = logits.amax(-1).float(), logits.amin(-1).float()
-        return named >= high - tolerance * torch.maximum(high.abs(), low.abs())
+        return (high - named) / torch.maximum(high.abs(), low.abs())
 
 
 def _chance_of_at_most(hits: int, tokens: int, rate: float) -> float:
