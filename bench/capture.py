@@ -7,7 +7,7 @@ All send the same rows with as many requests in flight to the same capturing ser
 compared from the start of Python to the last file; both check every file that they take over. Bare requests
 read the answers' bytes and leave the server's files alone: that is its prefill rate. Beside them 03 runs in
 this process, without the start of Python, but with all that it checks, syncs and renames, and once more where
-it rounds and packs what the server wrote.
+it rounds and packs what the server wrote. A first round over a few rows is thrown away.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from common.verifier import Verifier
 
 _CONCURRENCY = 32
 _SHORTEST, _LONGEST = 64, 512
+_FEW = 8
 _TOLERANCE = 0.05  # bfloat16 sums in other batches
 _PACKED = ("--store-dtype", "fp8", "--compress", "zstd")
 
 
 def main() -> None:
     """Measure and report."""
-    args = measure.begin(measure.parser(__doc__, rows=64, quick=8, rounds=2))
+    args = measure.begin(measure.parser(__doc__, rows=192, quick=8, rounds=2))
     model = Verifier(str(demo_verifier.ensure()))
     with measure.scratch() as folder:
-        tokens = write_rows(folder / "dataset", args.rows, model.vocab_size)
+        write_rows(folder / "few", _FEW, model.vocab_size)
+        tokens = write_rows(folder / "rows", args.rows, model.vocab_size)
         (folder / "shared").mkdir()
         flags = [
             *vllm_server.capture_args(model.default_layer_ids, model.num_layers, folder / "shared"),
@@ -51,7 +53,7 @@ def main() -> None:
                     "generate": lambda number: offline_data(url, folder, f"theirs-{number}"),
                     "03 in here": lambda number: stage_here(model, url, folder, f"here-{number}"),
                     "03 packing": lambda number: stage_here(model, url, folder, f"packed-{number}", *_PACKED),
-                    "bare": lambda number: bare(model, url, folder),
+                    "bare": lambda number: bare(model, url, folder, f"bare-{number}"),
                 },
                 args.rounds,
                 thrown_away=1,
@@ -95,10 +97,15 @@ def write_rows(folder: Path, count: int, vocab_size: int) -> int:
     return sum(lengths)
 
 
+def data(folder: Path, run: str) -> Path:
+    """The rows of a run, which is named `side-round`; the round that is thrown away only wakes the server."""
+    return folder / ("few" if run.endswith("-0") else "rows")
+
+
 def stage_flags(model: Verifier, url: str, folder: Path, run: str) -> list[str]:
     """Stage 03's command line."""
     where = ("--verifier", model.name, "--no-serve", "--endpoint", url, "--concurrency", _CONCURRENCY)
-    files = ("--run-dir", folder / run, "--dataset", folder / "dataset", "--shared-folder", folder / "shared")
+    files = ("--run-dir", folder / run, "--dataset", data(folder, run), "--shared-folder", folder / "shared")
     return [str(flag) for flag in (*where, *files)]
 
 
@@ -119,15 +126,15 @@ def stage_here(model: Verifier, url: str, folder: Path, run: str, *more: str) ->
 
 def offline_data(url: str, folder: Path, run: str) -> Spent:
     """speculators' command, which checks ids and lengths with --validate-outputs."""
-    files = ("--preprocessed-data", folder / "dataset", "--output", folder / run)
+    files = ("--preprocessed-data", data(folder, run), "--output", folder / run)
     load = ("--endpoint", url, "--concurrency", _CONCURRENCY, "--request-timeout", 3600)
     command = (*measure.SPECULATORS, "generate-offline-data", *files, *load, "--validate-outputs")
     return measure.command(command, folder / f"{run}.log")
 
 
-def bare(model: Verifier, url: str, folder: Path) -> Spent:
+def bare(model: Verifier, url: str, folder: Path, run: str) -> Spent:
     """Only the requests, longest row first as 03 sends them; the server's files are removed afterwards."""
-    rows = Rows.load(folder / "dataset")
+    rows = Rows.load(data(folder, run))
     bodies = [
         {"model": model.name, "prompt": row.token_ids.tolist(), "max_tokens": 1, "temperature": 0.0}
         for row in rows.longest_first(rows.lengths)
