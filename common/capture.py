@@ -22,6 +22,7 @@ from common.hidden_states import (
     Damaged,
     Doubtful,
     HiddenStateStore,
+    OnlyLookedAt,
     check_ids,
 )
 
@@ -36,9 +37,9 @@ _LOG = log.get("capture")
 _PROBE_ROWS = 8
 _PROBE_TOKENS = 16
 _HOPELESS = 10  # failures that stop a run before its end, beside twice the share that is allowed
-_DOUBTED = (
-    0.1  # share of the rows, beside `_HOPELESS`: right states are doubted at 1 %, another layer's at 20
-)
+_DOUBTED = 8  # rows in doubt that the verifier is asked about together
+_UNPROVEN = 500  # rows after which it is asked about the first ones again, which takes 0.1 % of the time
+_WITNESSES = 2
 _RATE_DRIFT = 0.1
 
 
@@ -147,8 +148,9 @@ class Tally:
 class Capture:
     """Fills the store: the first rows are compared with the verifier's own words before the rest is sent.
 
-    Each of the rest is glanced at; rows in doubt, and those that have failed, are computed once more at the
-    end and compared as the first ones were.
+    Each of the rest is glanced at. Rows in doubt are computed once more and compared as the first ones were,
+    and with them, and after every 500 rows, some of the first ones again. Where those are not right any more,
+    neither is the server: what it gave since they were is thrown away.
 
     Args:
         rows: the data set.
@@ -163,7 +165,10 @@ class Capture:
         self._rows, self._store, self._content = rows, store, content
         self._max_failure_rate = max_failure_rate
         self._failed: dict[int, str] = {}
-        self._doubted: dict[int, str] = {}
+        self._doubted: list[int] = []
+        self._confirmed = 0
+        self._unproven: list[int] = []
+        self._ask_at = _UNPROVEN
         self._agreements: list[float] = []
         self._tally = Tally()
 
@@ -181,24 +186,26 @@ class Capture:
             proven: called when the server answers and the first rows are right.
 
         Raises:
-            StageError: a first row contradicts the verifier, too many fail, or no more can be written.
+            StageError: a first row contradicts the verifier, now or later, too many fail, or no more can be
+                written.
         """
         tokens = self._rows.tokens(todo)
         with log.bar(tokens, unit="tokens", description="capture", unit_scale=True) as bar:
             async with entering as backend:
                 begun = time.monotonic()
-                probe = self._rows.to_judge_by(todo) if self._content else []
+                # A few rows that failed before, and may fail again, are no reason to stop.
+                few = len(todo) <= min(_PROBE_ROWS, self._max_failure_rate * len(self._rows))
+                probe = [] if few or self._content is None else self._rows.to_judge_by(todo)
                 if probe:
                     await self._probe(backend, probe, bar)
                 proven()
                 await self._pass(backend, set(todo) - set(probe), bar)
-                if again := self._failed | self._doubted:
-                    _LOG.warning(
-                        "%d rows failed, the states of %d are in doubt: these are computed once more",
-                        *(len(self._failed), len(self._doubted)),
-                    )
-                    self._failed, self._doubted = {}, {}
-                    await self._pass(backend, set(again), bar, predict=self._content is not None)
+                if self._failed:
+                    _LOG.warning("%d rows failed and are tried once more", len(self._failed))
+                    again, self._failed = set(self._failed), {}
+                    await self._pass(backend, again, bar)
+                if self._confirmed:
+                    _LOG.info("content: the verifier confirmed %d rows that were in doubt", self._confirmed)
         seconds = time.monotonic() - begun
         _LOG.info(
             "captured: %s tokens in %s = %.0f tokens/s; %s",
@@ -238,23 +245,68 @@ class Capture:
             *(len(probe), 100 * statistics.fmean(self._agreements), self._tally),
         )
 
-    async def _pass(self, backend: Backend, todo: set[int], bar: tqdm, *, predict: bool = False) -> None:
-        rows, check = self._rows.longest_first(todo), self._prove if predict else self._glance
-        seen = 0
-        async for row, error in backend.capture(rows, check, predict=predict):
-            seen += 1
+    async def _pass(self, backend: Backend, todo: set[int], bar: tqdm) -> None:
+        check = None if self._content is None else self._glance
+        async for row, error in backend.capture(self._rows.longest_first(todo), check):
             if error is None:
                 bar.update(len(row.token_ids))
-                continue
-            _LOG.debug("row %d: %s", row.index, error)
-            if isinstance(error, Doubtful):
-                self._doubted[row.index] = str(error)
-                if len(self._doubted) > _HOPELESS + _DOUBTED * seen:
-                    raise StageError(self._contradicting(seen))
-                continue
-            self._failed[row.index] = f"{getattr(error, 'reason', type(error).__name__)}: {error}"
-            if len(self._failed) > _HOPELESS + 2 * self._max_failure_rate * len(self._rows):
-                raise StageError(self._too_many(self._failed))
+                self._unproven.append(row.index)
+            elif isinstance(error, Doubtful):
+                _LOG.debug("%s", error)
+                self._doubted.append(row.index)
+            else:
+                self._fail(row, error)
+            if len(self._doubted) >= _DOUBTED or len(self._unproven) >= self._ask_at:
+                await self._settle(backend, bar)
+        if self._doubted or self._unproven:
+            await self._settle(backend, bar)
+
+    async def _settle(self, backend: Backend, bar: tqdm) -> None:
+        """Let the verifier say whether the rows in doubt are right, and whether the first ones still are."""
+        doubted, self._doubted = set(self._doubted), []
+        content = self._content
+        if content is None:
+            return
+        witnesses = set(self._rows.to_judge_by(self._rows.lengths)[:_WITNESSES]) - doubted
+
+        def check(row: CaptureRow, states: torch.Tensor, said: torch.Tensor) -> None:
+            if row.index in doubted:
+                self._prove(row, states, said)
+                return
+            content.compare(row, states, said)
+            raise OnlyLookedAt(row)
+
+        silent = set(witnesses)
+        asked = self._rows.longest_first(doubted | witnesses)
+        async for row, error in backend.capture(asked, check, predict=True):
+            if row.index in doubted:
+                if error is not None:
+                    self._fail(row, error)
+                else:
+                    bar.update(len(row.token_ids))
+                    self._confirmed += 1
+            elif isinstance(error, OnlyLookedAt):
+                silent.discard(row.index)
+            elif isinstance(error, Damaged):
+                raise StageError(self._take_back(error))
+        if not silent:
+            self._unproven = []
+        self._ask_at = len(self._unproven) + _UNPROVEN
+
+    def _take_back(self, error: Damaged) -> str:
+        for index in self._unproven:
+            self._store.path(index).unlink(missing_ok=True)
+        return (
+            "the server's states were right and are not any more. Was it started again with other flags or "
+            f"another model? {error} The {len(self._unproven)} rows that were stored since the comparison "
+            "before are deleted, earlier ones are kept. Mend the server and run the same command again."
+        )
+
+    def _fail(self, row: CaptureRow, error: StageError) -> None:
+        _LOG.debug("row %d: %s", row.index, error)
+        self._failed[row.index] = f"{getattr(error, 'reason', type(error).__name__)}: {error}"
+        if len(self._failed) > _HOPELESS + 2 * self._max_failure_rate * len(self._rows):
+            raise StageError(self._too_many(self._failed))
 
     def _prove(self, row: CaptureRow, states: torch.Tensor, said: torch.Tensor) -> None:
         assert self._content is not None
@@ -262,15 +314,8 @@ class Capture:
         self._tally.add(*self._content.hits(row, states))
 
     def _glance(self, row: CaptureRow, states: torch.Tensor, said: torch.Tensor) -> None:
-        if self._content is not None:
-            self._tally.add(*self._content.glance(row, states, int(said[-1]), self._tally.rate))
-
-    def _contradicting(self, seen: int) -> str:
-        return (
-            f"the states of {len(self._doubted)} of {seen} rows contradict the verifier, where those of the "
-            f"first rows did not: {next(iter(self._doubted.values()))}. Was the server started again with "
-            "other flags or another model? What passed is kept: mend that and run the same command again."
-        )
+        assert self._content is not None
+        self._tally.add(*self._content.glance(row, states, said, self._tally.rate))
 
     def _too_many(self, missing: dict[int, str]) -> str:
         reasons = Counter(why.split(":")[0] for why in missing.values()).most_common()

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from common.verifier import Verifier
 
 
+_MOST_LOGITS = 2048  # of [positions, V] that are held at once
+
+
 class TransformersBackend:
     """Forward passes over batches of rows of like length.
 
@@ -55,18 +58,21 @@ class TransformersBackend:
         self._head = self._model.get_output_embeddings()
 
     async def capture(
-        self, rows: Iterable[CaptureRow], check: Check, *, predict: bool = False
+        self, rows: Iterable[CaptureRow], check: Check | None, *, predict: bool = False
     ) -> AsyncIterator[tuple[CaptureRow, Outcome]]:
         """As `hidden_states.Backend`."""
         for batch in batches(rows, self._batch_tokens):
             for row, states, predicted in await asyncio.to_thread(self._forward, batch, predict):
                 yield row, await asyncio.to_thread(self._keep, row, states, predicted, check)
 
-    def _keep(self, row: CaptureRow, states: torch.Tensor, said: torch.Tensor, check: Check) -> Outcome:
+    def _keep(
+        self, row: CaptureRow, states: torch.Tensor, said: torch.Tensor, check: Check | None
+    ) -> Outcome:
         kept, states = row.kept, states[row.start :]
         try:
             with self._store.storing(row.index, kept.token_ids, states) as stored:
-                check(kept, stored, said[-len(kept.token_ids) :])
+                if check is not None:
+                    check(kept, stored, said[row.start :])
         except Damaged as error:
             return error
         return None
@@ -83,7 +89,9 @@ class TransformersBackend:
         found = []
         for number, row in enumerate(batch):
             end = len(row.token_ids)
-            said = self._head(normed[number, 0 if predict else end - 1 : end]).argmax(-1).cpu()
+            said = torch.full_like(row.token_ids, -1)
+            for asked in [slice(0, min(end, _MOST_LOGITS))] * predict + [slice(end - 1, end)]:
+                said[asked] = self._head(normed[number, asked]).argmax(-1).cpu()
             found.append((row, states[number, :end], said))
         return found
 

@@ -18,6 +18,8 @@ from common.inference_pool import InferencePool
 
 if TYPE_CHECKING:
     import torch
+# For prompt_logprobs vLLM holds the logits of all tokens of a chunk at once: 1.3 GB in float32 at Kimi's V.
+_MOST_LOGITS = 2048
 
 # A model's generation_config.json may bring penalties, by which greedy is not the most likely token any more.
 _GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -44,21 +46,20 @@ class VllmBackend:
     server_command: Sequence[str]
 
     async def capture(
-        self, rows: Iterable[CaptureRow], check: Check, *, predict: bool = False
+        self, rows: Iterable[CaptureRow], check: Check | None, *, predict: bool = False
     ) -> AsyncIterator[tuple[CaptureRow, Outcome]]:
         """As `hidden_states.Backend`; reading, checking and writing run in threads."""
 
         async def work(row: CaptureRow) -> Outcome:
-            answer = await self.pool.complete(
-                model=self.model,
-                prompt=row.token_ids.tolist(),
-                max_tokens=1,
-                return_token_ids=True,
-                **_GREEDY,
-                **({"prompt_logprobs": 1} if predict else {}),
-            )
+            prompts = [row.token_ids]
+            if predict and len(row.token_ids) > _MOST_LOGITS:
+                prompts.insert(0, row.token_ids[:_MOST_LOGITS])
+            answers = [
+                await self._ask(prompt, check is not None, predict and number == 0)
+                for number, prompt in enumerate(prompts)
+            ]
             try:
-                await asyncio.to_thread(self._keep, row, answer, check, predict)
+                await asyncio.to_thread(self._keep, row, answers, check)
             except Damaged as error:
                 return error
             return None
@@ -66,12 +67,26 @@ class VllmBackend:
         async for row, outcome in self.pool.run(rows, work):
             yield row, outcome
 
-    def _keep(self, row: CaptureRow, answer: dict[str, Any], check: Check, predict: bool) -> None:
-        file = self._server_file(answer)
+    async def _ask(self, prompt: torch.Tensor, words: bool, predict: bool) -> dict[str, Any]:
+        answer = await self.pool.complete(
+            model=self.model,
+            prompt=prompt.tolist(),
+            max_tokens=1,
+            **_GREEDY,
+            **({"return_token_ids": True} if words else {}),
+            **({"prompt_logprobs": 1} if predict else {}),
+        )
+        return answer
+
+    def _keep(self, row: CaptureRow, answers: list[dict[str, Any]], check: Check | None) -> None:
+        *others, file = map(self._server_file, answers)
+        for other in others:
+            wait_until_written(other)
+            other.unlink(missing_ok=True)
         wait_until_written(file)
         with self.store.adopting(row, file) as states:
-            said = _said(answer, predict)
-            check(row.kept, states, said[-len(row.kept.token_ids) :])
+            if check is not None:
+                check(row.kept, states, _said(row, answers)[row.start :])
 
     def _server_file(self, answer: dict[str, Any]) -> Path:
         return server_file(answer, self.shared_folder, self.layer_ids, self.server_command)
@@ -178,27 +193,25 @@ def wait_until_written(file: Path) -> None:
     lock.unlink(missing_ok=True)
 
 
-def _said(answer: dict[str, Any], predict: bool) -> torch.Tensor:
-    """[n] int64: the server's most likely token after each of the prompt's last n tokens.
+def _said(row: CaptureRow, answers: list[dict[str, Any]]) -> torch.Tensor:
+    """[T] int64: the token that the server ranks first after each position, -1 where it was not asked.
 
-    The last is the token that it generated; with `predict` those of `prompt_logprobs` stand before it.
+    After the prompt's last token that is the one that it generated.
     """
     import torch
 
-    choice = answer["choices"][0]
-    wanted = {"token_ids": "return_token_ids"} | ({"prompt_logprobs": "prompt_logprobs"} if predict else {})
-    for field, parameter in wanted.items():
-        if not choice.get(field):
+    said = torch.full_like(row.token_ids, -1)
+    for answer, length in zip(answers, (_MOST_LOGITS, len(row.token_ids))[-len(answers) :], strict=True):
+        choice = answer["choices"][0]
+        if not choice.get("token_ids"):
             raise InputError(
-                f"the server does not do what {parameter} asks for, and the states cannot be checked without "
-                "it: it is no vLLM 0.32, or behind a proxy that leaves such fields out"
+                "the server does not name the token that it generated (return_token_ids), by which its "
+                "states are checked: it is no vLLM 0.32, or a proxy leaves the field out. Without that "
+                "wrong states would pass unnoticed; --no-content-check takes them as they are."
             )
-    before = (
-        [
-            next(int(token) for token, entry in at.items() if entry["rank"] == 1)
-            for at in choice["prompt_logprobs"][1:]
-        ]
-        if predict
-        else []
-    )
-    return torch.tensor([*before, choice["token_ids"][0]])
+        said[length - 1] = choice["token_ids"][0]
+        if before := choice.get("prompt_logprobs"):
+            said[: length - 1] = torch.tensor(
+                [next(int(token) for token, entry in at.items() if entry["rank"] == 1) for at in before[1:]]
+            )
+    return said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import shutil
@@ -12,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +413,8 @@ class Scripted:
         fail: row -> how often it fails.
         mute: rows whose states say something else than the verifier.
         unlikely: rows of whose tokens verifier and states say none.
+        right: rows after which its states are wrong at every other position, as a server's that was started
+            again with another last layer.
     """
 
     def __init__(
@@ -420,11 +423,13 @@ class Scripted:
         fail: dict[int, int],
         mute: frozenset[int] = frozenset(),
         unlikely: frozenset[int] = frozenset(),
+        right: int = 10_000,
     ) -> None:
-        self.store, self.fail, self.mute, self.unlikely, self.order = store, fail, mute, unlikely, []
+        self.store, self.fail, self.mute, self.unlikely, self.right = store, fail, mute, unlikely, right
+        self.order: list[int] = []
 
     async def capture(
-        self, rows: Iterable[CaptureRow], check: Check, *, predict: bool = False
+        self, rows: Iterable[CaptureRow], check: Check | None, *, predict: bool = False
     ) -> AsyncIterator[tuple[CaptureRow, Outcome]]:
         for row in rows:
             self.order.append(len(row.token_ids))
@@ -439,8 +444,13 @@ class Scripted:
             states[:, -1] = 20 * torch.eye(16)[said]
             if row.index in self.mute:
                 states[:, -1] = states[:, -1].roll(1, 1)
+            if len(self.order) > self.right:
+                other = torch.arange(len(states)).flip(0) % 2 == 1
+                states[other, -1] = states[other, -1].roll(1, 1)
             try:
-                check(row, states.bfloat16(), said if predict else said[-1:])
+                if check is not None:
+                    said[: 0 if predict else -1] = -1
+                    check(row, states.bfloat16(), said)
             except StageError as error:
                 yield row, error
                 continue
@@ -461,6 +471,37 @@ def scripted(tmp_path: Path) -> tuple[Rows, HiddenStateStore, ContentCheck]:
     return Rows.load(tmp_path / "rows"), store, ContentCheck(torch.ones(16), torch.eye(16), 1e-6)
 
 
+def capturing(shared: Path, body: dict[str, Any]) -> dict[str, Any]:
+    """What a capturing vLLM answers and writes; each token's successor is the token behind it."""
+    ids = torch.tensor(body["prompt"])
+    states = torch.ones(len(ids), 4, 16)
+    states[:, -1] = 20 * torch.eye(16)[(ids + 5) % 16]
+    file = shared / f"{uuid.uuid4()}.safetensors"
+    save_file({"hidden_states": states.bfloat16(), "token_ids": ids}, file)
+    choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
+    if body.get("return_token_ids"):
+        choice["token_ids"] = [(body["prompt"][-1] + 5) % 16]
+    if body.get("prompt_logprobs"):
+        choice["prompt_logprobs"] = [None, *({str(token): {"rank": 1}} for token in body["prompt"][1:])]
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "model": body["model"],
+        "choices": [choice],
+        "kv_transfer_params": {"hidden_states_path": str(file), "layer_ids": [1, 2, 3, 4]},
+    }
+
+
+async def fill(
+    server: FaultyServer, rows: Rows, store: HiddenStateStore, content: ContentCheck | None
+) -> Capture:
+    async with InferencePool([server.url], concurrency=4) as pool:
+        backend = VllmBackend(pool, "stub", store, store.folder / ".incoming", [1, 2, 3, 4], ["vllm"])
+        work = Capture(rows, store, content, 0.0)
+        await work.run(nullcontext(backend), list(rows.lengths))
+    return work
+
+
 async def test_a_server_that_restarts_in_the_middle_costs_no_row(
     scripted: tuple[Rows, HiddenStateStore, ContentCheck],
 ) -> None:
@@ -468,24 +509,6 @@ async def test_a_server_that_restarts_in_the_middle_costs_no_row(
     store = replace(store, form=StoreForm("mixed", "zstd"))
     shared = store.folder / ".incoming"
     shared.mkdir()
-    numbers = itertools.count()
-
-    def answer(body: dict[str, Any]) -> dict[str, Any]:
-        """As a capturing vLLM."""
-        ids = torch.tensor(body["prompt"])
-        states = torch.ones(len(ids), 4, 16)
-        states[:, -1] = 20 * torch.eye(16)[ids.roll(-1)]
-        file = shared / f"{next(numbers)}.safetensors"
-        save_file({"hidden_states": states.bfloat16(), "token_ids": ids}, file)
-        said = [None, *({str(token): {"rank": 1}} for token in body["prompt"][1:])]
-        generated = {"text": "", "token_ids": body["prompt"][:1], "finish_reason": "length"}
-        return {
-            "id": "cmpl-1",
-            "object": "text_completion",
-            "model": body["model"],
-            "choices": [{"index": 0, "prompt_logprobs": said, **generated}],
-            "kv_transfer_params": {"hidden_states_path": str(file), "layer_ids": [1, 2, 3, 4]},
-        }
 
     def restart() -> None:
         while server.answered < 20:
@@ -495,19 +518,64 @@ async def test_a_server_that_restarts_in_the_middle_costs_no_row(
         time.sleep(0.2)
         server.start()
 
-    with FaultyServer(answer=answer) as server:
+    with FaultyServer(answer=partial(capturing, shared)) as server:
         thread = threading.Thread(target=restart)
         thread.start()
-        async with InferencePool([server.url], concurrency=4) as pool:
-            backend = VllmBackend(pool, "stub", store, shared, [1, 2, 3, 4], ["vllm"])
-            work = Capture(rows, store, content, 0.0)
-            await work.run(nullcontext(backend), list(rows.lengths))
+        work = await fill(server, rows, store, content)
         thread.join()
         assert len(server.bodies) >= 100
+        for body in server.bodies:
+            # Greedy is the most likely token only without the penalties of a model's generation config.
+            assert (body["temperature"], body["repetition_penalty"]) == (0.0, 1.0)
+            assert (body["presence_penalty"], body["frequency_penalty"]) == (0.0, 0.0)
     counts = work.counts()
     assert (counts["written"], counts["failed"]) == (100, 0)
     for row in range(100):
         assert torch.equal(store.read(row)[0], rows[row].token_ids)
+
+
+async def test_a_server_that_does_not_name_its_token_is_refused_unless_nothing_is_checked(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+) -> None:
+    rows, store, content = scripted
+    shared = store.folder / ".incoming"
+    shared.mkdir()
+
+    def silent(body: dict[str, Any]) -> dict[str, Any]:
+        return capturing(shared, body | {"return_token_ids": False})
+
+    with FaultyServer(answer=silent) as server:
+        with pytest.raises(InputError, match=r"return_token_ids.*--no-content-check"):
+            await fill(server, rows, store, content)
+        assert not list(store.folder.glob("hs_*"))
+        assert (await fill(server, rows, store, None)).counts()["written"] == 100
+        assert "return_token_ids" not in server.bodies[-1]
+
+
+async def test_of_a_long_row_in_doubt_the_server_is_asked_about_its_beginning(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from common import capture_vllm
+
+    rows, store, content = scripted
+    shared = store.folder / ".incoming"
+    shared.mkdir()
+    monkeypatch.setattr(capture_vllm, "_MOST_LOGITS", 64)
+    found = []
+    with FaultyServer(answer=partial(capturing, shared)) as server:
+        async with InferencePool([server.url], concurrency=4) as pool:
+            backend = VllmBackend(pool, "stub", store, shared, [1, 2, 3, 4], ["vllm"])
+
+            def check(row: CaptureRow, states: torch.Tensor, said: torch.Tensor) -> None:
+                found.append((len(row.token_ids), (said >= 0).nonzero()[:, 0].tolist()))
+                assert content.compare(row, states, said) == 1.0
+
+            async for _, error in backend.capture([rows[99], rows[40]], check, predict=True):
+                assert error is None
+        asked = sorted((len(body["prompt"]), "prompt_logprobs" in body) for body in server.bodies)
+    assert sorted(found) == [(60, list(range(60))), (119, [*range(64), 118])]
+    assert asked == [(60, True), (64, True), (119, False)]
+    assert not list(shared.iterdir())
 
 
 def test_rows_that_fail_once_are_tried_again(scripted: tuple[Rows, HiddenStateStore, ContentCheck]) -> None:
@@ -544,37 +612,56 @@ def test_a_run_in_which_everything_fails_stops_early(
     assert len(backend.order) == 8 + 13
 
 
-def test_a_row_whose_states_predict_nothing_is_asked_about_again_and_fails(
+def test_a_row_whose_states_the_verifier_refutes_fails(
     scripted: tuple[Rows, HiddenStateStore, ContentCheck],
 ) -> None:
     rows, store, content = scripted
-    backend = Scripted(store, {}, frozenset({60}))
-    counts = capture(backend, rows, store, content, rate=0.01).counts()
-    assert backend.order.count(80) == 2
+    counts = capture(Scripted(store, {}, frozenset({60})), rows, store, content, rate=0.01).counts()
     assert counts["failures"]["60"].startswith("content: row 60: norm and lm_head of the last state give the")
     assert "at 0% of 80 positions" in counts["failures"]["60"]
+    # The same command tries it again and comes to the same end, not to a store that is never finished.
+    again = Capture(rows, store, content, 0.01)
+    asyncio.run(again.run(nullcontext(Scripted(store, {}, frozenset({60}))), [60]))  # type: ignore[arg-type]
+    assert list(again.counts()["failures"]) == ["60"]
 
 
-def test_a_row_in_doubt_is_kept_where_the_verifier_confirms_it(
-    scripted: tuple[Rows, HiddenStateStore, ContentCheck],
+def test_rows_in_doubt_are_kept_where_the_verifier_confirms_them(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck], caplog: pytest.LogCaptureFixture
 ) -> None:
     rows, store, content = scripted
-    # Its tokens are none that the verifier would have chosen: right states predict none of them.
-    backend = Scripted(store, {}, unlikely=frozenset({60}))
+    # A third of the rows has tokens of which the verifier would have chosen none, as in foreign answers.
+    backend = Scripted(store, {}, unlikely=frozenset(range(60, 93)))
     counts = capture(backend, rows, store, content).counts()
-    assert backend.order.count(80) == 2
     assert (counts["written"], counts["failed"]) == (100, 0)
+    assert 8 <= len(backend.order) - 100 <= 33 + 2 * 5  # once more, and two of the first rows with each eight
 
 
-def test_a_server_that_comes_back_with_other_states_stops_the_run(
+def test_a_server_that_comes_back_with_other_states_stops_the_run_and_leaves_none_of_them(
+    scripted: tuple[Rows, HiddenStateStore, ContentCheck], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from common import capture as module
+
+    rows, store, content = scripted
+    monkeypatch.setattr(module, "_UNPROVEN", 20)
+    # 8 first rows, then twice 20 rows and 2 of the first again: what comes after is wrong, and none in doubt.
+    backend = Scripted(store, {}, right=8 + 22 + 22)
+    with pytest.raises(
+        StageError, match=r"are not any more.*other flags.*at 52% of 21 positions.*The 20 rows"
+    ):
+        capture(backend, rows, store, content, rate=0.01)
+    assert len(backend.order) == 8 + 22 + 22 + 21
+    assert store.done(rows.lengths) == {*range(8), *range(60, 100)}
+
+
+def test_without_a_content_check_every_row_is_taken(
     scripted: tuple[Rows, HiddenStateStore, ContentCheck],
 ) -> None:
-    rows, store, content = scripted
-    # The longest go first, so the last forty are rows 8 to 47.
-    backend = Scripted(store, {}, frozenset(range(8, 48)))
-    with pytest.raises(StageError, match=r"the states of 17 of 69 rows contradict the verifier.*other flags"):
-        capture(backend, rows, store, content, rate=0.01)
-    assert store.done(rows.lengths) == set(range(8)) | set(range(48, 100))
+    rows, store, _ = scripted
+    backend = Scripted(store, {40: 1}, frozenset({60}))
+    work = Capture(rows, store, None, 0.0)
+    asyncio.run(work.run(nullcontext(backend), list(rows.lengths)))  # type: ignore[arg-type]
+    assert work.counts()["written"] == 100
+    assert len(backend.order) == 101
 
 
 def test_the_shortest_rows_go_first_as_a_check_and_then_the_longest(
@@ -584,7 +671,7 @@ def test_the_shortest_rows_go_first_as_a_check_and_then_the_longest(
     backend = Scripted(store, {})
     capture(backend, rows, store, content)
     assert backend.order[:8] == [27, 26, 25, 24, 23, 22, 21, 20]
-    assert backend.order[8:] == list(range(119, 27, -1))
+    assert backend.order[8:] == [*range(119, 27, -1), 21, 20]  # at the end two of the first ones once more
 
 
 def test_batches_hold_rows_times_the_longest_within_the_limit() -> None:
