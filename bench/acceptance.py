@@ -39,22 +39,26 @@ Recipe = tuple[str, ...]
 # speculators' own defaults (muon, 1e-3, linear, all else as its command has it) come beside.
 RECIPES: dict[str, tuple[Recipe, ...]] = {
     "ours": (
-        ("--optimizer", "muon", "--lr", "2e-3"),
+        ("--optimizer", "muon", "--lr", "1.5e-3"),
         ("--optimizer", "muon", "--lr", "1e-3"),
+        ("--optimizer", "muon", "--lr", "2e-3"),
+        ("--optimizer", "muon", "--lr", "3e-3"),
         ("--optimizer", "muon", "--lr", "4e-3"),
-        ("--optimizer", "adamw", "--lr", "8e-4"),
     ),
     "scratch": (
-        ("--optimizer", "muon", "--lr", "2e-3"),
+        ("--optimizer", "muon", "--lr", "1.6e-2"),
+        ("--optimizer", "muon", "--lr", "8e-3"),
         ("--optimizer", "muon", "--lr", "4e-3"),
-        ("--optimizer", "adamw", "--lr", "1e-3"),
+        ("--optimizer", "muon", "--lr", "2e-3"),
         ("--optimizer", "adamw", "--lr", "2e-3"),
+        ("--optimizer", "adamw", "--lr", "4e-3"),
     ),
     "speculators": (
-        ("--optimizer", "muon", "--lr", "1e-3", "--scheduler-type", "cosine"),
-        ("--optimizer", "muon", "--lr", "2e-3", "--scheduler-type", "cosine"),
+        ("--optimizer", "muon", "--lr", "8e-3", "--scheduler-type", "cosine"),
+        ("--optimizer", "muon", "--lr", "1.6e-2", "--scheduler-type", "cosine"),
         ("--optimizer", "muon", "--lr", "4e-3", "--scheduler-type", "cosine"),
-        ("--optimizer", "adamw", "--lr", "1e-3", "--scheduler-type", "cosine"),
+        ("--optimizer", "muon", "--lr", "2e-3", "--scheduler-type", "cosine"),
+        ("--optimizer", "adamw", "--lr", "2e-3", "--scheduler-type", "cosine"),
     ),
 }
 
@@ -62,12 +66,14 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
 def main() -> None:
     """Make the rows, train each side, serve them all, and print the lines; or search."""
     parser = measure.parser(__doc__, rows=347, quick=24, rounds=1)
-    parser.add_argument("--steps", type=cli.positive, help="of each training; default: 300, 8 with --quick")
+    parser.add_argument(
+        "--steps", type=cli.positive, help="of each training; default: 150 (one pass), 8 with --quick"
+    )
     parser.add_argument("--head", type=Path, default=SHARED / "checkpoints/smollm2-eagle3-midlayer")
     parser.add_argument("--prompts", type=Path, default=SHARED / "data/prompts_self_instruct.jsonl")
     parser.add_argument("--search", action="store_true", help="train every recipe, measure held-out rows")
     args = measure.begin(parser)
-    args.steps = args.steps or (8 if args.quick else 300)
+    args.steps = args.steps or (8 if args.quick else 150)
     for path in (args.head, args.prompts):
         if not path.exists():
             raise InputError(f"{path} does not exist; pass --head and --prompts")

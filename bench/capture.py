@@ -6,8 +6,8 @@
 All send the same rows with as many requests in flight to the same capturing server. The two commands are
 compared from the start of Python to the last file; both check every file that they take over. Bare requests
 read the answers' bytes and leave the server's files alone: that is its prefill rate. Beside them 03 runs in
-this process, without the start of Python, but with all that it checks, syncs and renames, and once more where
-it rounds and packs what the server wrote. A first round over a few rows is thrown away.
+this process, without the start of Python, but with all that it checks, syncs and renames. A first round over a
+few rows is thrown away.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ _CONCURRENCY = 32
 _SHORTEST, _LONGEST = 64, 512
 _FEW = 8
 _TOLERANCE = 0.05  # bfloat16 sums in other batches
-_PACKED = ("--store-dtype", "fp8", "--compress", "zstd")
 
 
 def main() -> None:
     """Measure and report."""
-    args = measure.begin(measure.parser(__doc__, rows=192, quick=8, rounds=2))
+    args = measure.begin(measure.parser(__doc__, rows=640, quick=8, rounds=2))
     model = Verifier(str(demo_verifier.ensure()))
     with measure.scratch() as folder:
         write_rows(folder / "few", _FEW, model.vocab_size)
@@ -52,7 +51,6 @@ def main() -> None:
                     "03": lambda number: stage(model, url, folder, f"command-{number}"),
                     "generate": lambda number: offline_data(url, folder, f"theirs-{number}"),
                     "03 in here": lambda number: stage_here(model, url, folder, f"here-{number}"),
-                    "03 packing": lambda number: stage_here(model, url, folder, f"packed-{number}", *_PACKED),
                     "bare": lambda number: bare(model, url, folder, f"bare-{number}"),
                 },
                 args.rounds,
@@ -66,12 +64,9 @@ def main() -> None:
         measure.time_line(
             4, f"{what}: commands", found["03"], found["generate"], "generate-offline-data", "<= 1.0"
         ),
-        *(
-            measure.Line(
-                *(4, f"{what}: without Python's start{more}", shown[side], f"bare prefill {shown['bare']}"),
-                *(Ratio.of(rates[side], rates["bare"]), ">= 0.95"),
-            )
-            for side, more in (("03 in here", ""), ("03 packing", ", kept as fp8+zstd"))
+        measure.Line(
+            *(4, f"{what}: without Python's start", shown["03 in here"], f"bare prefill {shown['bare']}"),
+            *(Ratio.of(rates["03 in here"], rates["bare"]), ">= 0.95"),
         ),
     ]
     measure.report(__file__, args, lines, [same], peaks=measure.peaks(found))
@@ -115,11 +110,11 @@ def stage(model: Verifier, url: str, folder: Path, run: str) -> Spent:
     return measure.command(command, folder / f"{run}.log")
 
 
-def stage_here(model: Verifier, url: str, folder: Path, run: str, *more: str) -> Spent:
-    """Stage 03 in this process, with more flags."""
+def stage_here(model: Verifier, url: str, folder: Path, run: str) -> Spent:
+    """Stage 03 in this process."""
 
     def work() -> None:
-        assert import_module("03_capture_hidden").main([*stage_flags(model, url, folder, run), *more]) == 0
+        assert import_module("03_capture_hidden").main(stage_flags(model, url, folder, run)) == 0
 
     return measure.timed(work)
 

@@ -329,7 +329,7 @@ class Capture:
 
 
 def verify(rows: Rows, store: HiddenStateStore, content: ContentCheck | None, counts: dict[str, Any]) -> None:
-    """Read every file again and check all that capture checked.
+    """Read every file again and check what the files alone can show.
 
     Args:
         rows: the data set.

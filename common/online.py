@@ -101,7 +101,7 @@ class OnlineStates:
 
 
 class ServerTransfer(FileTransfer):
-    """Fetches what a server has written, checks it as 03 does, and leaves no file behind.
+    """Fetches what a server has written, checks its form as 03 does, and leaves no file behind.
 
     speculators' own reads and deletes any path that a server names.
 

@@ -29,6 +29,11 @@ _SUFFIXES: dict[TensorName, tuple[str, ...]] = {
     "norm": ("model.norm.weight", "language_model.norm.weight"),
 }
 
+# speculators' GEMMA_STYLE_FINAL_NORM_MODEL_TYPES, which a test compares: importing it takes five seconds.
+_NORM_LESS_ONE = frozenset(
+    ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_text", "recurrent_gemma")
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a verifier."""
@@ -251,10 +256,8 @@ class Verifier:
 
     def final_norm(self) -> torch.Tensor:
         """The final norm as a plain gain `x * w`, [H] float32: Gemma and Qwen3.5 store `w - 1`."""
-        from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
-
         stored = self.tensor("norm").float()
-        return stored + 1 if self.config.model_type in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES else stored
+        return stored + 1 if self.config.model_type in _NORM_LESS_ONE else stored
 
     def tensor(self, name: TensorName) -> torch.Tensor:
         """One tensor in its stored dtype, out of the one shard that holds it.

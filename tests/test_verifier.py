@@ -338,3 +338,9 @@ def test_a_missing_path_is_refused_at_once_and_not_sought_on_the_hub(name: str, 
 def test_a_hub_id_has_no_form_of_a_path() -> None:
     args = argparse.Namespace(verifier=MISSING_MODEL, revision=None, trust_remote_code=False, expect_token=[])
     assert verifier.from_args(args).name == MISSING_MODEL
+
+
+def test_norms_that_store_their_gain_less_one_are_those_that_speculators_knows() -> None:
+    from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
+
+    assert verifier._NORM_LESS_ONE == GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
