@@ -6,8 +6,8 @@
 All send the same rows with as many requests in flight to the same capturing server. The two commands are
 compared from the start of Python to the last file; both check every file that they take over. Bare requests
 read the answers' bytes and leave the server's files alone: that is its prefill rate. Beside them 03 runs in
-this process, without the start of Python, but with all that it checks, syncs and renames. A first round over a
-few rows is thrown away.
+this process, without the start of Python, but with all that it checks, syncs and renames. A first round over
+a few rows is thrown away.
 """
 
 from __future__ import annotations
