@@ -27,8 +27,9 @@ from typing import Any
 from common import atomic_io, capture_rows, cli, log, manifest, store_forms, verifier, vllm_server
 from common.capture import Capture, Rows, verify
 from common.capture_rows import Choice
+from common.content_check import ContentCheck
 from common.errors import InputError
-from common.hidden_states import Backend, ContentCheck, HiddenStateStore
+from common.hidden_states import Backend, HiddenStateStore
 from common.store_forms import StoreForm
 
 STAGE = Path(__file__).stem

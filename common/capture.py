@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import dataset, log
+from common.content_check import ContentCheck, Doubtful
 from common.errors import StageError
-from common.hidden_states import (
-    Backend,
-    CaptureRow,
-    ContentCheck,
-    Damaged,
-    Doubtful,
-    HiddenStateStore,
-    OnlyLookedAt,
-    check_ids,
-)
+from common.hidden_states import Backend, CaptureRow, Damaged, HiddenStateStore, OnlyLookedAt, check_ids
 
 if TYPE_CHECKING:
     import datasets
@@ -231,7 +223,11 @@ class Capture:
             "failures": {str(index): why for index, why in missing.items()},
             "tokens": sum(self._rows.lengths[index] for index in there),
             "bytes": sum(self._store.path(index).stat().st_size for index in there),
-            "content": {"hits": self._tally.hits, "looked_at": self._tally.looked_at},
+            "content": {
+                "hits": self._tally.hits,
+                "looked_at": self._tally.looked_at,
+                "confirmed": self._confirmed,
+            },
         }
 
     async def _probe(self, backend: Backend, probe: list[int], bar: tqdm) -> None:

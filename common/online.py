@@ -15,8 +15,9 @@ from hs_connectors import FileTransfer
 
 from common import capture_vllm, log, vllm_server
 from common.capture import Capture, Rows
+from common.content_check import ContentCheck
 from common.errors import InputError
-from common.hidden_states import ContentCheck, HiddenStateStore
+from common.hidden_states import HiddenStateStore
 from common.verifier import Verifier
 
 _LOG = log.get("online")

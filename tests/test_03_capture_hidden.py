@@ -27,8 +27,9 @@ from common import dataset, manifest
 from common.capture import Capture, Rows, verify
 from common.capture_transformers import TransformersBackend, batches
 from common.capture_vllm import VllmBackend
+from common.content_check import ContentCheck
 from common.errors import InputError, StageError
-from common.hidden_states import CaptureRow, Check, ContentCheck, HiddenStateStore, Outcome
+from common.hidden_states import CaptureRow, Check, HiddenStateStore, Outcome
 from common.inference_pool import InferencePool
 from common.store_forms import StoreForm
 from common.verifier import Verifier

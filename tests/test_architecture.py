@@ -25,7 +25,15 @@ FLOORS = (
         *("manifest", "conversations", "dataset", "draft_vocab", "layouts", "sources", "split", "workers"),
         *("partition", "shards", "store_forms", "trim"),
     },
-    {"verifier", "checkpoint", "inference_pool", "vllm_server", "hidden_states", "demo_verifier"},
+    {
+        "verifier",
+        "checkpoint",
+        "inference_pool",
+        "vllm_server",
+        "hidden_states",
+        "demo_verifier",
+        "content_check",
+    },
     {
         *("chat", "responses", "generation", "capture", "capture_vllm", "capture_transformers"),
         *("capture_rows", "load_test", "online"),
