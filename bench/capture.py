@@ -35,7 +35,7 @@ _TOLERANCE = 0.05  # bfloat16 sums in other batches
 
 def main() -> None:
     """Measure and report."""
-    args = measure.begin(measure.parser(__doc__, rows=640, quick=8, rounds=2))
+    args = measure.begin(measure.parser(__doc__, rows=384, quick=8, rounds=2))
     model = Verifier(str(demo_verifier.ensure()))
     with measure.scratch() as folder:
         write_rows(folder / "few", _FEW, model.vocab_size)
