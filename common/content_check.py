@@ -180,7 +180,9 @@ class ContentCheck:
         self._waiting.put(mine)
         with self._working:
             if mine.answer is None:
-                asked = [self._waiting.get() for _ in range(self._waiting.qsize())] or [mine]
+                asked = [self._waiting.get() for _ in range(self._waiting.qsize())]
+                if mine not in asked:  # a thread that failed has taken it
+                    asked.append(mine)
                 states = torch.cat([question.last for question in asked])
                 found = self._behind_now(states, torch.cat([question.tokens for question in asked]))
                 sizes = [len(question.tokens) for question in asked]
@@ -199,7 +201,7 @@ class ContentCheck:
         return (high - named) / torch.maximum(high.abs(), low.abs())
 
 
-@dataclass
+@dataclass(eq=False)
 class _Question:
     """What one thread wants to know of `_behind`."""
 
