@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import threading
 import time
@@ -182,6 +183,8 @@ class Capture:
                 written.
         """
         tokens = self._rows.tokens(todo)
+        # What is loaded by now stays: looking through PyTorch's objects again and again took 3 % of the time.
+        gc.freeze()
         with log.bar(tokens, unit="tokens", description="capture", unit_scale=True) as bar:
             async with entering as backend:
                 begun = time.monotonic()
