@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _LOG = log.get("02_build_vocab_map")
 _SIZES = (1024, 2048, 4096, 8192, 16000, 32000, 64000)
 _WORTH_REBUILDING = 0.02  # of the tokens; below it the head's own trained rows are worth more
-_ROWS_AT_ONCE = 1000
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -121,10 +120,11 @@ def count_supervised(rows: datasets.Dataset, vocab_size: int) -> Ids:
     """
     import numpy as np
 
+    from common import dataset
+
     counts = np.zeros(vocab_size, dtype=np.int64)
-    columns = rows.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
     with log.bar(len(rows), unit="rows", description="count") as bar:
-        for table in columns.iter(batch_size=_ROWS_AT_ONCE):
+        for table in dataset.batches(rows, ("input_ids", "loss_mask")):
             ids, mask = (
                 table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
                 for name in ("input_ids", "loss_mask")

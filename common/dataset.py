@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -15,9 +15,11 @@ from common.errors import InputError, StageError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow
 
 _ROWS = "data-00000-of-00001.arrow"
 _LAST = "state.json"
+_ROWS_AT_ONCE = 1000
 
 
 class TrainingRow(TypedDict):
@@ -131,6 +133,27 @@ def load(folder: Path) -> datasets.Dataset:
     if absent:
         raise InputError(f"{folder} has no column {', '.join(sorted(absent))}; found {rows.column_names}")
     return rows.with_format("torch")
+
+
+def batches(rows: datasets.Dataset, columns: Sequence[str]) -> Iterator[pyarrow.Table]:
+    """Some columns of a data set, about a thousand rows at a time, in constant memory.
+
+    They are read from the files: all that was read of the table that `datasets` maps into memory stays there.
+
+    Args:
+        rows: as `load` gives them.
+        columns: names.
+    """
+    import pyarrow
+
+    files = [file["filename"] for file in rows.cache_files]
+    if not files or rows._indices is not None:  # made in memory, or a choice of rows
+        yield from rows.select_columns([*columns]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE)
+        return
+    for name in files:
+        with pyarrow.OSFile(name) as file, pyarrow.ipc.open_stream(file) as stream:
+            for batch in stream:
+                yield pyarrow.Table.from_batches([batch]).select([*columns])
 
 
 def ids(rows: datasets.Dataset) -> list[str]:

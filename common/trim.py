@@ -25,7 +25,6 @@ FOLDER = "rows"
 # A TTT step k reads masks k positions further on, in a packed batch those of the next row. While the first
 # K of a row are not supervised it finds none there; no chain is as long as this.
 SHORTEST_CONTEXT = 16
-_ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Kept:
 
 def masks(data: datasets.Dataset) -> Iterator[Any]:
     """Each row's `loss_mask` [T], without the cost of making tensors."""
-    for table in data.select_columns(["loss_mask"]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+    for table in dataset.batches(data, ("loss_mask",)):
         column = table["loss_mask"].combine_chunks()
         ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
         yield from np.split(column.flatten().to_numpy(zero_copy_only=False), ends[:-1])
