@@ -2,6 +2,7 @@
 
     python -m bench.capture
     python -m bench.capture --quick
+    python -m bench.capture --own-core   # the last core for the clients, the others for the server
 
 All send the same rows with as many requests in flight to the same capturing server. The two commands are
 compared from the start of Python to the last file; both check every file that they take over. Bare requests
@@ -13,10 +14,13 @@ a few rows is thrown away.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -35,7 +39,9 @@ _TOLERANCE = 0.05  # bfloat16 sums in other batches
 
 def main() -> None:
     """Measure and report."""
-    args = measure.begin(measure.parser(__doc__, rows=384, quick=8, rounds=2))
+    parser = measure.parser(__doc__, rows=384, quick=8, rounds=2)
+    parser.add_argument("--own-core", action="store_true", help="server and clients share no core")
+    args = measure.begin(parser)
     model = Verifier(str(demo_verifier.ensure()))
     with measure.scratch() as folder:
         write_rows(folder / "few", _FEW, model.vocab_size)
@@ -45,7 +51,7 @@ def main() -> None:
             *vllm_server.capture_args(model.default_layer_ids, model.num_layers, folder / "shared"),
             *("--max-model-len", str(_LONGEST + 1)),
         ]
-        with measure.server(model, flags, folder / "server.log") as url:
+        with server(model, flags, folder / "server.log", args.own_core) as url:
             found = measure.alternate(
                 {
                     "03": lambda number: stage(model, url, folder, f"command-{number}"),
@@ -58,6 +64,7 @@ def main() -> None:
             )
         same = agreement(model, folder / "command-1", folder / "theirs-1", args.rows)
     what = f"states of {args.rows} rows, {tokens:,} tokens, {_CONCURRENCY} in flight"
+    what += ", a core for the clients" if args.own_core else ""
     rates = {side: [tokens / spent.seconds for spent in found[side]] for side in found}
     shown = {side: f"{statistics.median(rate):,.0f} tokens/s" for side, rate in rates.items()}
     lines = [
@@ -70,6 +77,18 @@ def main() -> None:
         ),
     ]
     measure.report(__file__, args, lines, [same], peaks=measure.peaks(found))
+
+
+@contextmanager
+def server(model: Verifier, flags: list[str], log_file: Path, own_core: bool) -> Iterator[str]:
+    """As `measure.server`; with `own_core` this process and its commands then keep to the last core."""
+    cores = sorted(os.sched_getaffinity(0))
+    if own_core:
+        os.sched_setaffinity(0, cores[:-1])
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:-1]))
+    with measure.server(model, flags, log_file) as url:
+        os.sched_setaffinity(0, cores[-1:] if own_core else cores)
+        yield url
 
 
 def write_rows(folder: Path, count: int, vocab_size: int) -> int:
