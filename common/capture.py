@@ -31,7 +31,7 @@ _PROBE_ROWS = 8
 _PROBE_TOKENS = 16
 _HOPELESS = 10  # failures that stop a run before its end, beside twice the share that is allowed
 _DOUBTED = 8  # rows in doubt that the verifier is asked about together
-_UNPROVEN = 500  # rows after which it is asked about the first ones again, which takes 0.1 % of the time
+_UNPROVEN = 500  # rows after which it is asked about the first ones again
 _WITNESSES = 2
 _RATE_DRIFT = 0.1
 

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.hidden_states import CaptureRow, Check, Damaged, HiddenStateStore, Outcome
+from common.hidden_states import MOST_LOGITS, CaptureRow, Check, Damaged, HiddenStateStore, Outcome
 
 if TYPE_CHECKING:
     from common.verifier import Verifier
-
-
-_MOST_LOGITS = 2048  # of [positions, V] that are held at once
 
 
 class TransformersBackend:
@@ -90,7 +87,7 @@ class TransformersBackend:
         for number, row in enumerate(batch):
             end = len(row.token_ids)
             said = torch.full_like(row.token_ids, -1)
-            for asked in [slice(0, min(end, _MOST_LOGITS))] * predict + [slice(end - 1, end)]:
+            for asked in [slice(0, min(end, MOST_LOGITS))] * predict + [slice(end - 1, end)]:
                 said[asked] = self._head(normed[number, asked]).argmax(-1).cpu()
             found.append((row, states[number, :end], said))
         return found

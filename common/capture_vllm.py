@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import InputError
-from common.hidden_states import CaptureRow, Check, Damaged, HiddenStateStore, Outcome
+from common.hidden_states import MOST_LOGITS, CaptureRow, Check, Damaged, HiddenStateStore, Outcome
 from common.inference_pool import InferencePool
 
 if TYPE_CHECKING:
     import torch
-# For prompt_logprobs vLLM holds the logits of all tokens of a chunk at once: 1.3 GB in float32 at Kimi's V.
-_MOST_LOGITS = 2048
-
 # A model's generation_config.json may bring penalties, by which greedy is not the most likely token any more.
 _GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -52,8 +49,8 @@ class VllmBackend:
 
         async def work(row: CaptureRow) -> Outcome:
             prompts = [row.token_ids]
-            if predict and len(row.token_ids) > _MOST_LOGITS:
-                prompts.insert(0, row.token_ids[:_MOST_LOGITS])
+            if predict and len(row.token_ids) > MOST_LOGITS:
+                prompts.insert(0, row.token_ids[:MOST_LOGITS])
             answers = [
                 await self._ask(prompt, check is not None, predict and number == 0)
                 for number, prompt in enumerate(prompts)
@@ -201,7 +198,7 @@ def _said(row: CaptureRow, answers: list[dict[str, Any]]) -> torch.Tensor:
     import torch
 
     said = torch.full_like(row.token_ids, -1)
-    for answer, length in zip(answers, (_MOST_LOGITS, len(row.token_ids))[-len(answers) :], strict=True):
+    for answer, length in zip(answers, (MOST_LOGITS, len(row.token_ids))[-len(answers) :], strict=True):
         choice = answer["choices"][0]
         if not choice.get("token_ids"):
             raise InputError(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _LOG = log.get("hidden_states")
 _HEADER_BYTES = 400
+MOST_LOGITS = 2048  # positions of a row that a backend asks about: it holds their [T, V] at once
 
 
 class Damaged(StageError):

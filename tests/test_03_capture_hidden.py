@@ -561,7 +561,7 @@ async def test_of_a_long_row_in_doubt_the_server_is_asked_about_its_beginning(
     rows, store, content = scripted
     shared = store.folder / ".incoming"
     shared.mkdir()
-    monkeypatch.setattr(capture_vllm, "_MOST_LOGITS", 64)
+    monkeypatch.setattr(capture_vllm, "MOST_LOGITS", 64)
     found = []
     with FaultyServer(answer=partial(capturing, shared)) as server:
         async with InferencePool([server.url], concurrency=4) as pool:
